@@ -1,0 +1,83 @@
+"""The errors llamakeep raises, in one tree.
+
+::
+
+    LlamakeepError
+    ├── InvalidValue            an argument that cannot be meant (also a ValueError)
+    │   ├── TokenError          a token list or id outside the vocabulary
+    │   └── ContextOverflow     more tokens than the context has room for
+    ├── ModelError              a model that is missing, unreadable or not supported
+    ├── DecodeError             llama.cpp could not evaluate a batch
+    ├── StateError              a kept state could not be used
+    │   ├── StateRejected       refused by our own checks, before native code saw it
+    │   └── RestoreFailed       refused or left wrong by llama.cpp; the sequence is empty again
+    ├── OverBudget              a reservation that does not fit
+    ├── IntegrityError          `check()` found numbers that do not add up
+    ├── KeeperBusy              a call while a stream of the same `Llama` is open
+    └── KeeperClosed            a call on a detached keeper or a closed model
+
+A cache that cannot help is a miss with a reason, never one of these: they are raised for
+callers' mistakes and for what breaks below.
+"""
+
+from __future__ import annotations
+
+
+class LlamakeepError(Exception):
+    """Base class of everything llamakeep raises."""
+
+
+class InvalidValue(LlamakeepError, ValueError):
+    """An argument has a value that cannot be meant; the message names it."""
+
+
+class TokenError(InvalidValue):
+    """A token list is not one-dimensional integers, or an id lies outside the vocabulary."""
+
+
+class ContextOverflow(InvalidValue):
+    """A prompt or a state needs more tokens than the context has room for."""
+
+
+class ModelError(LlamakeepError):
+    """A model or context is missing, unreadable, or of a kind that keeps no prompt state."""
+
+
+class DecodeError(LlamakeepError):
+    """llama.cpp could not evaluate a batch; the sequence is cleared."""
+
+
+class StateError(LlamakeepError):
+    """A kept state could not be used. The caller evaluates the prompt instead."""
+
+
+class StateRejected(StateError):
+    """Our own checks refused a state before native code saw it; the sequence is unchanged."""
+
+
+class RestoreFailed(StateError):
+    """llama.cpp refused a state, or the sequence was wrong afterwards; it is empty now.
+
+    Attributes:
+        cleared_all: True when the whole memory had to be cleared, every sequence with it.
+    """
+
+    def __init__(self, message: str, *, cleared_all: bool = False) -> None:
+        super().__init__(message)
+        self.cleared_all = cleared_all
+
+
+class OverBudget(LlamakeepError):
+    """A reservation of bytes does not fit into its budget."""
+
+
+class IntegrityError(LlamakeepError):
+    """A `check()` found numbers that do not add up; the message gives them."""
+
+
+class KeeperBusy(LlamakeepError, RuntimeError):
+    """A call came in a thread whose own stream of the same `Llama` is still open."""
+
+
+class KeeperClosed(LlamakeepError, RuntimeError):
+    """The keeper was detached, or its model closed."""

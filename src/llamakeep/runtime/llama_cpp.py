@@ -1,0 +1,846 @@
+"""llama.cpp through llama-cpp-python's low-level functions. The only module that imports it.
+
+Everything that llama.cpp would take on trust is checked here: states before they go down
+(`layout`), sizes and positions after every move, and the model itself once at start-up (`_probe`).
+Moves between sequences go through one *spare* sequence of a unified cache, which is empty between
+calls: ``seq_cp(sequence, spare, p0, p1)`` and a read of the spare gives one range of tokens; writing
+the spare and ``seq_cp(spare, sequence, p0, p1)`` puts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from llamakeep.errors import (
+    ContextOverflow,
+    DecodeError,
+    InvalidValue,
+    KeeperClosed,
+    ModelError,
+    RestoreFailed,
+    StateError,
+    StateRejected,
+)
+from llamakeep.runtime.base import Family, Traits
+from llamakeep.runtime.layout import (
+    HEADER_BYTES,
+    StateLayout,
+    check_header,
+    learn_kv,
+    learn_recurrent,
+)
+from llamakeep.states import (
+    Buffer,
+    Checkpoint,
+    DeviceCheckpoint,
+    Positions,
+    Segment,
+    frozen,
+)
+from llamakeep.tokens import IntArray, as_tokens
+
+logger = logging.getLogger("llamakeep")
+
+WHOLE: Final = 0
+PARTIAL: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+ON_DEVICE: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+_EVERYTHING: Final = -1
+_PROBE_TOKENS: Final = 18
+
+
+class _Context:
+    """A context of our own, closed the way llama-cpp-python's `LlamaContext` is."""
+
+    def __init__(self, model: Any, params: Any) -> None:
+        self.ctx = llama_cpp.llama_init_from_model(model, params)
+        if self.ctx is None:
+            raise ModelError(
+                f"llama.cpp could not make a context (n_ctx={params.n_ctx}, type_k={params.type_k}"
+                f", type_v={params.type_v}, flash_attn_type={params.flash_attn_type})"
+            )
+
+    def close(self) -> None:
+        if self.ctx is not None:
+            llama_cpp.llama_free(self.ctx)
+            self.ctx = None
+
+
+class LlamaCppRuntime:
+    """Sequences of one llama.cpp context, and their states as bytes.
+
+    Made by `load` (a model of its own) or `adopt` (a `llama_cpp.Llama`'s). One thread at a time.
+
+    Args:
+        context: Object whose `ctx` is the native context (None once closed) and that has `close`.
+        model: The native model.
+        n_seqs: Sequences for the caller; the context has at least one more, the spare.
+        swa_full: The context keeps sliding-window rows of the whole context.
+        segment_tokens: The longest segment that will be read; decides whether sliding-window rows
+            can stay in the segments.
+
+    Raises:
+        ModelError: When the context has no memory to keep.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        model: Any,
+        *,
+        n_seqs: int,
+        swa_full: bool,
+        segment_tokens: int,
+    ) -> None:
+        self._context = context
+        self._model = model
+        self._owned = contextlib.ExitStack()
+        self._mem = llama_cpp.llama_get_memory(context.ctx)
+        if self._mem is None:
+            raise ModelError("this context has no memory: an encoder keeps no prompt state")
+        if llama_cpp.llama_n_seq_max(context.ctx) <= n_seqs:
+            raise ModelError(f"a context for {n_seqs} sequences needs {n_seqs + 1}, one of them spare")
+        self.n_seqs = n_seqs
+        self._spare = n_seqs
+        self.n_ctx = int(llama_cpp.llama_n_ctx(context.ctx))
+        self.n_batch = int(llama_cpp.llama_n_batch(context.ctx))
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
+        self.draft = None
+        self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
+        self._device_generation: dict[int, int] = {}
+        self._empty: Buffer = np.empty(0, np.uint8)
+        self._layout: StateLayout | None = None
+        self.traits = self._probe(swa_full, segment_tokens)
+
+    # -- making one --------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str | Path,
+        *,
+        n_ctx: int = 4096,
+        n_seqs: int = 1,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_gpu_layers: int = 0,
+        n_threads: int | None = None,
+        flash_attn: bool = False,
+        type_k: int | None = None,
+        type_v: int | None = None,
+        swa_full: bool = True,
+        segment_tokens: int = 256,
+        verbose: bool = False,
+    ) -> LlamaCppRuntime:
+        """Load a model and make a context with `n_seqs` sequences and the spare one.
+
+        Args:
+            model_path: A GGUF file.
+            n_ctx: Tokens that all sequences together have room for; 0 for the model's own.
+            n_seqs: Sequences for the caller.
+            n_batch: Most tokens a native call evaluates.
+            n_ubatch: Most tokens a compute graph evaluates.
+            n_gpu_layers: Layers on the GPU; -1 for all.
+            n_threads: Threads for evaluation; None for llama.cpp's choice.
+            flash_attn: Use flash attention.
+            type_k: ggml type of the keys; None for f16.
+            type_v: ggml type of the values; None for f16.
+            swa_full: Keep sliding-window rows of the whole context.
+            segment_tokens: The longest segment that will be read.
+            verbose: Let llama.cpp log to standard error.
+
+        Raises:
+            ModelError: For a file that is missing or not a model, with its path.
+            InvalidValue: For a negative number.
+        """
+        for name, value in (("n_ctx", n_ctx), ("n_seqs", n_seqs - 1), ("n_batch", n_batch - 1)):
+            if value < 0:
+                raise InvalidValue(f"{name} is too small: {value if name == 'n_ctx' else value + 1}")
+        check_gguf(model_path)
+        logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if verbose else logging.ERROR)
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers == -1 else n_gpu_layers
+        model = llama_cpp.llama_model_load_from_file(str(model_path).encode(), model_params)
+        if model is None:
+            raise ModelError(f"llama.cpp could not load {model_path}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch, params.n_ubatch = n_batch, min(n_batch, n_ubatch)
+        params.n_seq_max, params.kv_unified = n_seqs + 1, True
+        if n_threads is not None:
+            params.n_threads = params.n_threads_batch = n_threads
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if flash_attn
+            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.swa_full = swa_full
+        if type_k is not None:
+            params.type_k = type_k
+        if type_v is not None:
+            params.type_v = type_v
+        with contextlib.ExitStack() as undo:
+            undo.callback(llama_cpp.llama_model_free, model)
+            context = _Context(model, params)
+            undo.callback(context.close)
+            runtime = cls(
+                context,
+                model,
+                n_seqs=n_seqs,
+                swa_full=swa_full,
+                segment_tokens=segment_tokens,
+            )
+            runtime._owned = undo.pop_all()
+        return runtime
+
+    @classmethod
+    def adopt(cls, llm: Any, *, segment_tokens: int = 256) -> LlamaCppRuntime:
+        """Give a `llama_cpp.Llama` a context with a spare sequence, and wrap that.
+
+        The old context is closed first (two may not fit); if the new one cannot be made, the old
+        one is made again. LoRA adapters that the `Llama` was built with are applied to the new
+        context. What the `Llama` had evaluated is gone; `llm.n_tokens` is 0 afterwards.
+
+        Raises:
+            ModelError: For a closed, embedding or encoder model, with the reason; the `Llama` is
+                unchanged. Also when no context can be made.
+        """
+        refuse_unfit(llm)
+        params = llm.context_params
+        before = (params.n_seq_max, params.kv_unified)
+        params.n_seq_max, params.kv_unified = max(2, params.n_seq_max), True
+        llm._ctx.close()
+        try:
+            cls._new_context(llm)
+        except Exception as error:
+            params.n_seq_max, params.kv_unified = before
+            cls._new_context(llm)
+            raise ModelError(
+                f"no context with a spare sequence could be made for {llm.model_path}: {error}"
+            ) from error
+        return cls(
+            llm._ctx,
+            llm._model.model,
+            n_seqs=1,
+            swa_full=bool(params.swa_full),
+            segment_tokens=segment_tokens,
+        )
+
+    @staticmethod
+    def _new_context(llm: Any) -> None:
+        context = type(llm._ctx)(model=llm._model, params=llm.context_params, verbose=llm.verbose)
+        llm._ctx = context
+        llm._stack.callback(context.close)
+        llm.n_tokens = 0
+        llm._requires_eval = True
+        if llm._lora_adapter is not None:
+            _set_adapters(context.ctx, [(llm._lora_adapter, llm.lora_scale)])
+
+    # -- evaluating --------------------------------------------------------------------------
+
+    @property
+    def _ctx(self) -> Any:
+        ctx = self._context.ctx
+        if ctx is None:
+            raise KeeperClosed("the model is closed")
+        return ctx
+
+    def _seq(self, seq_id: int) -> int:
+        if not 0 <= seq_id < self.n_seqs:
+            raise InvalidValue(f"seq_id {seq_id} is outside 0 to {self.n_seqs - 1}")
+        return seq_id
+
+    def evaluate(self, seq_id: int, tokens: IntArray) -> None:
+        """Evaluate `tokens` after those the sequence already holds. See `Runtime.evaluate`."""
+        tokens = as_tokens(tokens, n_vocab=self.n_vocab)
+        n_past = self.positions(seq_id).n_tokens
+        if n_past + tokens.size > self.n_ctx:
+            raise ContextOverflow(
+                f"{n_past + tokens.size} tokens exceed the context of {self.n_ctx}"
+            )
+        for start in range(0, tokens.size, self.n_batch):
+            part = tokens[start : start + self.n_batch]
+            self._decode(seq_id, part, n_past + start)
+
+    def _decode(self, seq_id: int, tokens: IntArray, n_past: int) -> None:
+        batch, n = self._batch, tokens.size
+        batch.n_tokens = n
+        np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
+        np.ctypeslib.as_array(batch.pos, (n,))[:] = np.arange(n_past, n_past + n)
+        np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
+        np.ctypeslib.as_array(batch.logits, (n,))[:] = 0
+        batch.logits[n - 1] = 1
+        for index in range(n):
+            batch.seq_id[index][0] = seq_id
+        code = llama_cpp.llama_decode(self._ctx, batch)
+        if code != 0:
+            self.clear(seq_id)
+            raise DecodeError(
+                f"llama_decode returned {code} for {n} tokens at {n_past} of {self.n_ctx}"
+            )
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Return the logits after the last evaluated token, shape (n_vocab,), a copy."""
+        pointer = llama_cpp.llama_get_logits_ith(self._ctx, -1)
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def positions(self, seq_id: int) -> Positions:
+        """Return the first and last position that the sequence holds."""
+        self._seq(seq_id)
+        _ = self._ctx  # a closed context has no memory to ask
+        return Positions(
+            int(llama_cpp.llama_memory_seq_pos_min(self._mem, seq_id)),
+            int(llama_cpp.llama_memory_seq_pos_max(self._mem, seq_id)),
+        )
+
+    # -- native moves ------------------------------------------------------------------------
+
+    def _size(self, seq_id: int, flags: int) -> int:
+        return int(llama_cpp.llama_state_seq_get_size_ext(self._ctx, seq_id, flags))
+
+    def _read(self, seq_id: int, flags: int) -> Buffer:
+        """Read a state into uninitialised memory of its own; ids are still in it."""
+        size = self._size(seq_id, flags)
+        data = np.empty(size, np.uint8)
+        got = llama_cpp.llama_state_seq_get_data_ext(
+            self._ctx, _pointer(data), size, seq_id, flags
+        )
+        if got != size or not size:
+            raise StateError(f"llama.cpp wrote {got:,} bytes of state, {size:,} were announced")
+        return data
+
+    def _write(self, seq_id: int, data: Buffer, flags: int) -> None:
+        got = llama_cpp.llama_state_seq_set_data_ext(
+            self._ctx, _pointer(data), data.size, seq_id, flags
+        )
+        if got != data.size:
+            raise RestoreFailed(f"llama.cpp read {got:,} of {data.size:,} bytes of state")
+
+    def _remove(self, seq_id: int, start: int = _EVERYTHING) -> bool:
+        return bool(llama_cpp.llama_memory_seq_rm(self._mem, seq_id, start, _EVERYTHING))
+
+    def _copy(self, src: int, dst: int, start: int, end: int) -> None:
+        llama_cpp.llama_memory_seq_cp(self._mem, src, dst, start, end)
+
+    def clear(self, seq_id: int) -> None:
+        """Empty the sequence; its memory is free afterwards."""
+        _ = self._ctx
+        self._remove(self._seq(seq_id))
+
+    def clear_all(self) -> None:
+        """Empty every sequence."""
+        _ = self._ctx
+        llama_cpp.llama_memory_clear(self._mem, False)
+        self._device_generation.clear()
+
+    def _clean_up(self, *seq_ids: int) -> bool:
+        """Empty sequences after a failure; return whether the whole memory had to be cleared.
+
+        A failed write can leave rows while positions say empty, so the size is what is believed.
+        """
+        for seq_id in seq_ids:
+            self._remove(seq_id)
+        if all(self._size(seq_id, WHOLE) == self._empty_bytes for seq_id in seq_ids):
+            return False
+        logger.warning("sequences %s could not be emptied; clearing the whole memory", seq_ids)
+        self.clear_all()
+        return True
+
+    def _failed(self, error: Exception, *seq_ids: int) -> RestoreFailed:
+        cleared_all = self._clean_up(*seq_ids)
+        return RestoreFailed(str(error), cleared_all=cleared_all)
+
+    # -- segments ----------------------------------------------------------------------------
+
+    @property
+    def _known(self) -> StateLayout:
+        if self._layout is None:
+            raise InvalidValue(
+                f"this model's state is kept whole ({self.traits.whole_because}): no segments"
+            )
+        return self._layout
+
+    def segment_bytes(self, n_tokens: int) -> int:
+        """Return the exact size of a segment of `n_tokens`, without reading one."""
+        return self._known.segment_size(n_tokens)
+
+    def read_segment(self, seq_id: int, start: int, end: int) -> Segment:
+        """Read the truncatable bytes of tokens [start, end). See `Runtime.read_segment`."""
+        layout, n_tokens = self._known, self.positions(seq_id).n_tokens
+        if layout.rows is None:
+            raise InvalidValue("a recurrent model has no truncatable part: no segments")
+        if not 0 <= start < end <= n_tokens:
+            raise InvalidValue(f"no tokens {start} to {end}: the sequence holds {n_tokens}")
+        if layout.dense and end - start > layout.n_swa:
+            raise InvalidValue(f"a segment of {end - start} tokens outgrows {layout.n_swa}")
+        self._copy(seq_id, self._spare, start, end)
+        try:
+            if layout.recurrent:
+                self._write(self._spare, self._empty, PARTIAL)
+            data = self._read(self._spare, WHOLE)
+            if layout.window and not layout.dense:
+                # The window's rows are the suffix; an empty window takes their place.
+                suffix = self._size(self._spare, PARTIAL) - HEADER_BYTES
+                nothing = self._empty[HEADER_BYTES:]
+                cut = data.size - suffix
+                data[cut : cut + nothing.size] = nothing
+                data.resize(cut + nothing.size, refcheck=False)
+        finally:
+            self._remove(self._spare)
+        layout.zero_segment_ids(data, end - start)
+        if data.size != layout.segment_size(end - start):
+            raise StateError(
+                f"tokens {start} to {end} gave {data.size:,} bytes, "
+                f"not {layout.segment_size(end - start):,}"
+            )
+        return Segment(start, end, frozen(data))
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    @property
+    def _checkpoint_flags(self) -> int:
+        return WHOLE if self._layout is None else PARTIAL
+
+    def checkpoint_bytes(self, seq_id: int) -> int:
+        """Return the exact size of a checkpoint of the sequence as it is now."""
+        return self._size(self._seq(seq_id), self._checkpoint_flags)
+
+    def read_checkpoint(self, seq_id: int) -> Checkpoint:
+        """Read the rolling bytes at the sequence's end. See `Runtime.read_checkpoint`."""
+        position = self._checkpoint_position(seq_id)
+        data = self._read(seq_id, self._checkpoint_flags)
+        if self._layout is None:
+            data[4:HEADER_BYTES] = 0
+        else:
+            self._layout.zero_checkpoint_ids(data)
+            self._layout.check_checkpoint(data, position)
+        return Checkpoint(position, frozen(data))
+
+    def _checkpoint_position(self, seq_id: int) -> int:
+        position = self.positions(seq_id).n_tokens
+        if not self.traits.rolling:
+            raise InvalidValue(f"{self.traits.family.value} memory needs no checkpoints")
+        if not position:
+            raise InvalidValue(f"sequence {seq_id} is empty: nothing to checkpoint")
+        return position
+
+    def read_device_checkpoint(self, seq_id: int) -> DeviceCheckpoint:
+        """Leave the rolling tensors on the device. See `Runtime.read_device_checkpoint`."""
+        position = self._checkpoint_position(seq_id)
+        flags = PARTIAL | ON_DEVICE
+        if self._layout is None:
+            raise InvalidValue("this model's state is kept whole: no device checkpoints")
+        generation = self._device_generation.get(seq_id, 0) + 1
+        self._device_generation[seq_id] = generation
+        data = self._read(seq_id, flags)
+        check_header(data, seq_id)
+        return DeviceCheckpoint(
+            position,
+            frozen(data),
+            seq_id,
+            ctypes.cast(self._ctx, ctypes.c_void_p).value or 0,
+            generation,
+            device_bytes=self._size(seq_id, PARTIAL) - data.size,
+        )
+
+    def _check_device(self, checkpoint: DeviceCheckpoint, seq_id: int) -> None:
+        # llama.cpp aborts the process on each of these.
+        if checkpoint.context != (ctypes.cast(self._ctx, ctypes.c_void_p).value or 0):
+            raise StateRejected("device checkpoint belongs to another context")
+        if checkpoint.seq_id != seq_id:
+            raise StateRejected(f"device checkpoint is of sequence {checkpoint.seq_id}, not {seq_id}")
+        if checkpoint.generation != self._device_generation.get(seq_id):
+            raise StateRejected("device checkpoint was overwritten by a newer one")
+        check_header(checkpoint.data, seq_id)
+        expected = self._size(seq_id, PARTIAL | ON_DEVICE)
+        if checkpoint.data.size != expected and not self._known.window:
+            raise StateRejected(f"device checkpoint has {checkpoint.data.size} bytes, not {expected}")
+
+    # -- restoring ---------------------------------------------------------------------------
+
+    def restore(
+        self,
+        seq_id: int,
+        n_tokens: int,
+        segments: Sequence[Segment],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Make the sequence hold the first `n_tokens` of a prompt. See `Runtime.restore`."""
+        self._seq(seq_id)
+        if not 0 < n_tokens <= self.n_ctx:
+            raise StateRejected(f"{n_tokens} tokens do not fit into a context of {self.n_ctx}")
+        if self._layout is None:
+            self._restore_whole(seq_id, n_tokens, segments, checkpoint)
+            return
+        n_window = self._check_restore(n_tokens, segments, checkpoint)
+        try:
+            self._remove(seq_id)
+            self._place(seq_id, n_tokens, segments)
+            if checkpoint is not None:
+                self._write(seq_id, checkpoint.data, PARTIAL)
+            self._verify(seq_id, n_tokens, n_window)
+        except RestoreFailed as error:
+            raise self._failed(error, seq_id, self._spare) from None
+
+    def _check_restore(
+        self, n_tokens: int, segments: Sequence[Segment], checkpoint: Checkpoint | None
+    ) -> int:
+        """Check everything that will go down; return the window cells to expect."""
+        layout = self._known
+        _check_cover(n_tokens, segments, needed=self.traits.segments)
+        for segment in segments:
+            layout.check_segment(segment.data, segment.start, segment.end)
+        if not self.traits.rolling:
+            return layout.window_cells(n_tokens)
+        return self._check_checkpoint(checkpoint, n_tokens)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint | None, n_tokens: int) -> int:
+        if checkpoint is None:
+            raise StateRejected(f"no checkpoint at {n_tokens}")
+        if checkpoint.position != n_tokens:
+            raise StateRejected(f"checkpoint is at {checkpoint.position}, not {n_tokens}")
+        return self._known.check_checkpoint(checkpoint.data, n_tokens)
+
+    def _place(self, seq_id: int, n_tokens: int, segments: Sequence[Segment]) -> None:
+        stops = [*(segment.start for segment in segments[1:]), n_tokens]
+        for segment, stop in zip(segments, stops):  # noqa: B905 - no segments, one stop
+            self._write(self._spare, segment.data, WHOLE)
+            self._copy(self._spare, seq_id, segment.start, stop)
+            self._remove(self._spare)
+
+    def _verify(self, seq_id: int, n_tokens: int, n_window: int) -> None:
+        """Prove by size and positions that nothing is missing and nothing is doubled."""
+        size, expected = self._size(seq_id, WHOLE), self._known.state_size(n_tokens, n_window)
+        if size != expected:
+            raise RestoreFailed(
+                f"sequence has {size:,} bytes after the move, {n_tokens} tokens have {expected:,}"
+            )
+        found = self.positions(seq_id)
+        if self.traits.family.has_recurrent:
+            first = n_tokens - 1
+        elif self.traits.rolling:
+            first = n_tokens - n_window
+        else:
+            first = 0
+        if found.pos_max != n_tokens - 1 or found.pos_min > first:
+            raise RestoreFailed(
+                f"sequence holds positions {found.pos_min} to {found.pos_max} after the move, "
+                f"not {first} to {n_tokens - 1}"
+            )
+
+    def _restore_whole(
+        self,
+        seq_id: int,
+        n_tokens: int,
+        segments: Sequence[Segment],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        if segments or checkpoint is None or checkpoint.position != n_tokens:
+            raise StateRejected(f"a whole state of {n_tokens} tokens is needed, nothing else")
+        check_header(checkpoint.data)
+        try:
+            self._remove(seq_id)
+            self._write(seq_id, checkpoint.data, WHOLE)
+            found, size = self.positions(seq_id), self._size(seq_id, WHOLE)
+            if found.pos_max != n_tokens - 1 or size != checkpoint.data.size:
+                raise RestoreFailed(
+                    f"sequence ends at {found.pos_max} with {size:,} bytes after the move, not at "
+                    f"{n_tokens - 1} with {checkpoint.data.size:,}"
+                )
+        except RestoreFailed as error:
+            raise self._failed(error, seq_id) from None
+
+    # -- rewinding and copying ---------------------------------------------------------------
+
+    def can_rewind(self, seq_id: int, n_tokens: int) -> bool:
+        """Whether `rewind` to `n_tokens` works without a checkpoint."""
+        held = self.positions(seq_id)
+        if n_tokens == held.n_tokens or n_tokens == 0:
+            return True
+        if n_tokens > held.n_tokens or self.traits.whole_because:
+            return False
+        if self.traits.family.has_recurrent:
+            return False
+        # A window is proven only where its rows still reach back from the token that comes next.
+        return held.pos_min <= max(0, n_tokens - self.traits.n_swa + 1) or not self.traits.n_swa
+
+    def rewind(
+        self,
+        seq_id: int,
+        n_tokens: int,
+        checkpoint: Checkpoint | DeviceCheckpoint | None = None,
+    ) -> None:
+        """Cut the live sequence back in place. See `Runtime.rewind`."""
+        held = self.positions(seq_id)
+        if not 0 <= n_tokens <= held.n_tokens:
+            raise InvalidValue(f"cannot rewind to {n_tokens}: the sequence holds {held.n_tokens}")
+        if n_tokens == held.n_tokens:
+            return
+        if n_tokens == 0:
+            self.clear(seq_id)
+            return
+        if self._layout is None:
+            self._restore_whole(seq_id, n_tokens, (), _host(checkpoint))
+            return
+        if self.can_rewind(seq_id, n_tokens):
+            first = max(0, n_tokens - self.traits.n_swa) if self.traits.n_swa else 0
+            n_window = n_tokens - max(first, held.pos_min) if self._layout.window else 0
+            checkpoint = None
+        elif isinstance(checkpoint, DeviceCheckpoint):
+            self._check_device(checkpoint, seq_id)
+            if checkpoint.position != n_tokens:
+                raise StateRejected(f"checkpoint is at {checkpoint.position}, not {n_tokens}")
+            n_window = -1
+        else:
+            n_window = self._check_checkpoint(checkpoint, n_tokens)
+        try:
+            if checkpoint is not None:
+                flags = PARTIAL | (ON_DEVICE if isinstance(checkpoint, DeviceCheckpoint) else 0)
+                self._write(seq_id, checkpoint.data, flags)
+            if not self._remove(seq_id, n_tokens):
+                raise RestoreFailed(f"llama.cpp could not cut the sequence back to {n_tokens}")
+            if n_window < 0:
+                n_window = self._window_cells(seq_id)
+            self._verify(seq_id, n_tokens, n_window)
+        except RestoreFailed as error:
+            raise self._failed(error, seq_id) from None
+
+    def _window_cells(self, seq_id: int) -> int:
+        """Return the window cells that a device checkpoint brought back, which it does not say."""
+        if self._known.window is None:
+            return 0
+        data = self._read(seq_id, PARTIAL)
+        self._known.zero_checkpoint_ids(data)
+        return self._known.check_checkpoint(data, self.positions(seq_id).n_tokens)
+
+    def copy(
+        self, src: int, dst: int, n_tokens: int, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """Make `dst` hold the first `n_tokens` of `src`. See `Runtime.copy`."""
+        held = self.positions(src)
+        self._seq(dst)
+        if src == dst:
+            raise InvalidValue(f"cannot copy sequence {src} to itself")
+        if not 0 < n_tokens <= held.n_tokens:
+            raise InvalidValue(f"cannot copy {n_tokens} tokens: the sequence holds {held.n_tokens}")
+        if self.traits.rolling and checkpoint is None:
+            if n_tokens != held.n_tokens:
+                raise InvalidValue(f"copying {n_tokens} of {held.n_tokens} tokens needs a checkpoint")
+            checkpoint = self.read_checkpoint(src)
+        if not self.traits.segments:
+            self.restore(dst, n_tokens, (), checkpoint)
+            return
+        layout = self._known
+        if layout.dense:
+            # Shared window cells would be overwritten under the other sequence's feet.
+            step = layout.n_swa
+            starts = range(0, n_tokens, step)
+            parts = [self.read_segment(src, at, min(at + step, n_tokens)) for at in starts]
+            self.restore(dst, n_tokens, parts)
+            return
+        n_window = self._check_checkpoint(checkpoint, n_tokens) if self.traits.rolling else 0
+        try:
+            self._remove(dst)
+            self._copy(src, dst, 0, n_tokens)
+            if checkpoint is not None and self.traits.rolling:
+                self._write(dst, checkpoint.data, PARTIAL)
+            self._verify(dst, n_tokens, n_window)
+        except RestoreFailed as error:
+            raise self._failed(error, dst) from None
+
+    # -- adapters ----------------------------------------------------------------------------
+
+    def load_adapter(self, path: str | Path) -> Any:
+        """Load a LoRA adapter for this model; it lives as long as the model.
+
+        Raises:
+            ModelError: When it is missing or of another model, with its path.
+        """
+        check_gguf(path)
+        adapter = llama_cpp.llama_adapter_lora_init(self._model, str(path).encode())
+        if adapter is None:
+            raise ModelError(f"llama.cpp could not load the LoRA adapter {path}")
+        return adapter
+
+    def set_adapters(self, adapters: Sequence[tuple[Any, float]]) -> None:
+        """Apply LoRA adapters (and their scales) to the context, instead of those before."""
+        _set_adapters(self._ctx, adapters)
+
+    # -- start and end -----------------------------------------------------------------------
+
+    def _probe(self, swa_full: bool, segment_tokens: int) -> Traits:
+        """Prove on the loaded model that segments and checkpoints do what they should."""
+        family = _family(self._model)
+        n_swa = int(llama_cpp.llama_model_n_swa(self._model)) if family.has_window else 0
+        dense = family is Family.SWA and swa_full and segment_tokens <= n_swa
+        self._empty_bytes = self._size(self._spare, WHOLE)
+        try:
+            self._empty = self._read(self._spare, PARTIAL)
+            self._empty[4:HEADER_BYTES] = 0
+            frozen(self._empty)
+            self.traits = Traits(family, family.has_rows, family is not Family.ATTENTION and not dense)
+            self._prove(family, n_swa, dense)
+        except (StateError, DecodeError, InvalidValue) as error:
+            logger.warning("this model's states are kept whole, not in segments: %s", error)
+            self._layout = None
+            traits = Traits(family, False, True, n_swa=n_swa, whole_because=str(error))
+        else:
+            layout = self._known.digest()
+            traits = Traits(
+                family, family.has_rows, self.traits.rolling, dense, n_swa, layout=layout
+            )
+        finally:
+            self.clear_all()
+        return traits
+
+    def _prove(self, family: Family, n_swa: int, dense: bool) -> None:
+        # Two segments, a checkpoint after each, and two tokens that are evaluated again.
+        tokens = as_tokens((np.arange(_PROBE_TOKENS) * 7919 + 13) % self.n_vocab)
+        self.evaluate(0, tokens[:8])
+        self._layout = self._learn(family, n_swa, dense)
+        self.traits = Traits(family, family.has_rows, self.traits.rolling, dense, n_swa)
+        first = self.read_checkpoint(0) if self.traits.rolling else None
+        self.evaluate(0, tokens[8:16])
+        second = self.read_checkpoint(0) if self.traits.rolling else None
+        spans = ((0, 8), (8, 16), (0, 16)) if self.traits.segments else ()
+        read = [self.read_segment(0, start, end) for start, end in spans]
+        self.evaluate(0, tokens[16:])
+        cold = self.logits()
+
+        def same(what: str) -> None:
+            off = float(np.abs(self.logits() - cold).max())
+            allowed = 0.05 * float(cold.std())
+            if not off <= allowed:
+                raise StateError(f"{what}: logits are off by {off:.3g}, above {allowed:.3g}")
+
+        self.restore(0, 16, read[:2], second)
+        self.evaluate(0, tokens[16:])
+        same("restored at the end of a segment")
+        self.restore(0, 8, read[2:], first)
+        self.evaluate(0, tokens[8:16])
+        self.evaluate(0, tokens[16:])
+        same("restored inside a segment")
+        self.rewind(0, 16, second)
+        self.evaluate(0, tokens[16:])
+        same("rewound in place")
+        if self.traits.segments:
+            self._remove(0)
+            self._place(0, 16, read[1:2])
+            if second is not None:
+                self._write(0, second.data, PARTIAL)
+            try:
+                self._verify(0, 16, min(16, n_swa) if family.has_window else 0)
+            except RestoreFailed:
+                return
+            raise StateError("a missing segment goes unnoticed")
+
+    def _learn(self, family: Family, n_swa: int, dense: bool) -> StateLayout:
+        whole, partial = self._read(0, WHOLE), self._read(0, PARTIAL)
+        rows = window = recurrent = None
+        rolling_at = whole.size
+        if family is not Family.ATTENTION:
+            rolling_at -= partial.size - HEADER_BYTES
+        if family.has_rows:
+            rows = learn_kv(whole, HEADER_BYTES, rolling_at)
+        window_end = whole.size
+        if family.has_window:
+            if family.has_recurrent:
+                # With the recurrent part dropped, what is left in front of its empty form is window.
+                self._copy(0, self._spare, 0, self.positions(0).n_tokens)
+                self._write(self._spare, self._empty, PARTIAL)
+                left = self._size(self._spare, PARTIAL) - self._empty.size
+                self._remove(self._spare)
+                window_end = rolling_at + left + 8
+            window = learn_kv(whole, rolling_at, window_end)
+        if family.has_recurrent:
+            start = window_end if family.has_window else rolling_at
+            recurrent = learn_recurrent(whole, start, whole.size)
+        return StateLayout(rows, window, recurrent, n_swa, dense)
+
+    def close(self) -> None:
+        """Free what the runtime owns. Calling it again does nothing."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            llama_cpp.llama_batch_free(batch)
+        self._owned.close()  # an adopted context belongs to its `Llama` and stays
+
+
+def _family(model: Any) -> Family:
+    window = int(llama_cpp.llama_model_n_swa(model)) > 0
+    if llama_cpp.llama_model_is_hybrid(model):
+        return Family.HYBRID_SWA if window else Family.HYBRID
+    if llama_cpp.llama_model_is_recurrent(model):
+        return Family.RECURRENT
+    return Family.SWA if window else Family.ATTENTION
+
+
+def _pointer(data: Buffer) -> Any:
+    return ctypes.cast(data.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+
+
+def _host(checkpoint: Checkpoint | DeviceCheckpoint | None) -> Checkpoint | None:
+    if isinstance(checkpoint, DeviceCheckpoint):
+        raise StateRejected("a whole state cannot come from the device")
+    return checkpoint
+
+
+def _check_cover(n_tokens: int, segments: Sequence[Segment], *, needed: bool) -> None:
+    if not needed:
+        if segments:
+            raise StateRejected("this family has no segments")
+        return
+    before, reach = -1, 0
+    for segment in segments:
+        if not before < segment.start <= reach or (segment.start and before < 0):
+            raise StateRejected(
+                f"segment {segment.start} to {segment.end} does not continue from {reach}"
+            )
+        before, reach = segment.start, segment.end
+    if not before < n_tokens <= reach:
+        raise StateRejected(f"segments reach from {before} to {reach}, not to {n_tokens}")
+
+
+def _set_adapters(ctx: Any, adapters: Sequence[tuple[Any, float]]) -> None:
+    n = len(adapters)
+    pointers = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*(adapter for adapter, _ in adapters))
+    scales = (ctypes.c_float * n)(*(scale for _, scale in adapters))
+    if llama_cpp.llama_set_adapters_lora(ctx, pointers, n, scales):
+        raise ModelError(f"llama.cpp refused {n} LoRA adapters")
+
+
+def check_gguf(path: str | Path) -> None:
+    """Check that a file exists and begins like a GGUF file.
+
+    Raises:
+        ModelError: With the path and what is wrong.
+    """
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"cannot read the model {path}: {error.strerror or error}") from error
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file (it begins with {magic!r})")
+
+
+def refuse_unfit(llm: Any) -> None:
+    """Raise for a `llama_cpp.Llama` whose state cannot be kept.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    if getattr(llm, "_ctx", None) is None or llm._ctx.ctx is None or llm._model.model is None:
+        raise ModelError(f"the model {getattr(llm, 'model_path', '')} is closed")
+    if llm.context_params.embeddings:
+        raise ModelError(f"{llm.model_path} was loaded with embedding=True: no prompt is continued")
+    if llama_cpp.llama_model_has_encoder(llm._model.model):
+        raise ModelError(f"{llm.model_path} has an encoder: its state is not one of a prompt")

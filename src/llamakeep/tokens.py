@@ -1,0 +1,136 @@
+"""Token arrays, prefix lengths and the names of kept states.
+
+Tokens are one-dimensional ``int32`` arrays everywhere inside llamakeep; `as_tokens` is the one
+door through which other forms come in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from llamakeep.errors import TokenError
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+TokensLike: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+NAME_BYTES = 32
+"""Length of a state's name (a BLAKE3 digest)."""
+
+_MAX_TOKEN = 2**31 - 1
+_FIRST_CHUNK = 64
+
+
+def as_tokens(tokens: TokensLike, *, n_vocab: int | None = None) -> IntArray:
+    """Return `tokens` as a contiguous one-dimensional int32 array.
+
+    Args:
+        tokens: Token ids: a list, a tuple or an integer array.
+        n_vocab: When given, ids must be below it.
+
+    Returns:
+        The same array when it already is contiguous int32 (no copy), else a new one.
+
+    Raises:
+        TokenError: For other shapes or types, and for an id that is negative, above int32 or
+            outside the vocabulary; the message names the id and where it stands.
+    """
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+        if array.ndim != 1:
+            raise TokenError(f"tokens must have one dimension, not {array.ndim}")
+        if array.dtype.kind not in "iu":
+            if array.size:
+                raise TokenError(f"tokens must be integers, not {array.dtype}")
+            return np.empty(0, np.int32)
+    else:
+        array = _array_of(tokens)
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        limit = _MAX_TOKEN if n_vocab is None else n_vocab - 1
+        if low < 0 or high > limit:
+            bad = low if low < 0 else high
+            where = int(np.flatnonzero(array == bad)[0])
+            room = "0 to 2**31 - 1" if n_vocab is None else f"the vocabulary (0 to {limit})"
+            raise TokenError(f"token {bad} at index {where} is outside {room}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _array_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    if isinstance(tokens, (str, bytes)):
+        raise TokenError(f"tokens must be integers, not {type(tokens).__name__}")
+    try:
+        array = np.asarray(tokens if isinstance(tokens, (list, tuple)) else list(tokens))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TokenError(f"tokens must be a flat list of integers: {error}") from error
+    if array.ndim != 1:
+        raise TokenError(f"tokens must have one dimension, not {array.ndim}")
+    if array.size and array.dtype.kind != "i":
+        for index, token in enumerate(tokens):
+            try:
+                value = operator.index(token)
+            except TypeError:
+                raise TokenError(f"token {token!r} at index {index} is not an integer") from None
+            if not 0 <= value <= _MAX_TOKEN:
+                raise TokenError(f"token {value} at index {index} is outside 0 to 2**31 - 1")
+        array = np.asarray([operator.index(token) for token in tokens], dtype=np.int64)
+    return cast("npt.NDArray[np.int64]", array)
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """Return how many leading tokens `a` and `b` share.
+
+    Compares in growing chunks, so an early difference is found early and equal arrays cost one
+    pass over memory.
+    """
+    n = min(a.size, b.size)
+    start, step = 0, _FIRST_CHUNK
+    while start < n:
+        stop = min(n, start + step)
+        different = a[start:stop] != b[start:stop]
+        if different.any():
+            return start + int(different.argmax())
+        start, step = stop, step * 8
+    return n
+
+
+def align_down(position: int, align: int) -> int:
+    """Return the largest multiple of `align` that is not above `position` (0 at the least)."""
+    return max(0, position - position % align)
+
+
+class PathNames:
+    """The names of the states along one prompt, each from one pass over its tokens.
+
+    A name is BLAKE3 over the namespace, the tokens up to the end of the span, what the state is
+    and where its span starts. Equal names mean interchangeable states, whoever computed them.
+    The hasher moves forward with the path, so no prefix is hashed once per state on it.
+    """
+
+    def __init__(self, namespace: bytes, tokens: IntArray) -> None:
+        self._tokens = tokens
+        self._hasher = blake3(namespace)
+        self._done = 0
+
+    def _at(self, end: int, kind: bytes, start: int) -> bytes:
+        if end < self._done:
+            raise TokenError(f"names go forward: {end} comes before {self._done}")
+        if end > self._tokens.size:
+            raise TokenError(f"no name at {end}: the path has {self._tokens.size} tokens")
+        if end > self._done:
+            self._hasher.update(self._tokens[self._done : end].astype("<i4").tobytes())
+            self._done = end
+        return self._hasher.copy().update(kind + start.to_bytes(8, "little")).digest()
+
+    def segment(self, start: int, end: int) -> bytes:
+        """Return the name of the segment of tokens [start, end)."""
+        return self._at(end, b"segment", start)
+
+    def checkpoint(self, position: int) -> bytes:
+        """Return the name of the checkpoint after `position` tokens."""
+        return self._at(position, b"checkpoint", position)

@@ -1,0 +1,634 @@
+"""The prefix tree: kept states, shared by every prompt that starts with their tokens.
+
+A node covers a span of tokens and holds one segment, the truncatable bytes of that span, and any
+number of checkpoints, rolling bytes at one position inside it. Spans end at multiples of
+`segment_tokens`; where a prompt diverges, a new node hangs off the middle of an old one::
+
+    [ 0 .......... 256 )[ 256 ......... 512 )[ 512 .. 600 )   system prompt, question A
+                              c at 400  \\
+                                         [ 430 ... 512 )[ 512 ... 700 )   question B
+                                                             c at 696
+
+The last span of a prompt is a tail that ends anywhere; a longer tail takes its place. A position p
+is *restorable* for a prompt when nodes cover its tokens [0, p) and, in families with a rolling
+part, a checkpoint sits at p. Saving reads only the spans that the tree lacks; a match moves
+nothing out; eviction takes leaves first, so what is kept can always be reached.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llamakeep.checkpoints import best_to_restore, least_missed
+from llamakeep.errors import IntegrityError, InvalidValue
+from llamakeep.policy import Policy, get_policy
+from llamakeep.radix import Node, Path, check_nodes, descend, walk
+from llamakeep.runtime.base import Traits
+from llamakeep.states import (
+    Buffer,
+    Checkpoint,
+    CheckpointRef,
+    Match,
+    Saved,
+    Segment,
+    SegmentRef,
+)
+from llamakeep.stores.base import Store
+from llamakeep.tokens import IntArray, PathNames, align_down
+
+logger = logging.getLogger("llamakeep")
+
+
+class _Kept:
+    """Something that can be evicted by itself: a leaf's segment or a checkpoint."""
+
+    __slots__ = ("created", "hits", "last_used", "node", "ref", "sequence")
+
+    def __init__(
+        self, node: SpanNode, ref: SegmentRef | CheckpointRef, now: float, sequence: int
+    ) -> None:
+        self.node = node
+        self.ref = ref
+        self.created = self.last_used = now
+        self.sequence = sequence
+        self.hits = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.ref.n_bytes
+
+
+class SpanNode(Node):
+    """A span of tokens, its segment and the checkpoints inside it.
+
+    Attributes:
+        segment: What the node keeps of its span. The bytes are none in families without a
+            truncatable part; the root covers nothing.
+        checkpoints: By position, start < position <= end.
+        pins: While above 0, the node and what it holds stay.
+    """
+
+    __slots__ = ("checkpoints", "pins", "segment")
+
+    def __init__(self, tokens: IntArray, start: int = 0) -> None:
+        super().__init__(tokens, start)
+        self.segment: _Kept | None = None
+        self.checkpoints: dict[int, _Kept] = {}
+        self.pins = 0
+
+
+@dataclass(slots=True)
+class TreeCounters:
+    """What a tree did since it was made."""
+
+    hits: int = 0
+    misses: int = 0
+    evicted_segments: int = 0
+    evicted_checkpoints: int = 0
+    evicted_bytes: int = 0
+    refused_segments: int = 0
+    refused_checkpoints: int = 0
+    lost_blobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """A prompt that the tree knows to its end: one leaf and the path to it.
+
+    `own_bytes` are of the spans that no other prompt shares; `hits` and `last_used` are the
+    leaf's.
+    """
+
+    n_tokens: int
+    own_bytes: int
+    checkpoints: tuple[int, ...]
+    hits: int
+    last_used: float
+
+
+class PrefixTree:
+    """Kept states of one model, shared by every prompt that starts with their tokens.
+
+    One thread at a time. Several namespaces (adapters, tenants) share one store and its budget,
+    and nothing else.
+
+    Args:
+        store: Where the blobs are; used by this tree alone.
+        traits: How the model's state can be kept.
+        namespace: Digest of everything that makes states incompatible.
+        segment_tokens: Longest span.
+        max_checkpoints: Most checkpoints along one prompt; 0 keeps none.
+        policy: What to evict first.
+        clock: Seconds; injected for tests and simulations.
+
+    Raises:
+        InvalidValue: For a span that is below 1 or outgrows the window it must keep, a negative
+            number of checkpoints, or an unknown policy.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        traits: Traits,
+        *,
+        namespace: bytes = b"",
+        segment_tokens: int = 256,
+        max_checkpoints: int = 32,
+        policy: str | Policy = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        longest = traits.max_segment_tokens
+        if segment_tokens < 1 or (longest is not None and segment_tokens > longest):
+            room = "1 or more" if longest is None else f"1 to {longest}"
+            raise InvalidValue(f"segment_tokens must be {room}, not {segment_tokens}")
+        if max_checkpoints < 0:
+            raise InvalidValue(f"max_checkpoints must be 0 or more, not {max_checkpoints}")
+        self.store = store
+        self.traits = traits
+        self.namespace = namespace
+        self.segment_tokens = segment_tokens
+        self.max_checkpoints = max_checkpoints
+        self.policy = get_policy(policy)
+        self.counters = TreeCounters()
+        self._clock = clock
+        self._roots: dict[bytes, SpanNode] = {}
+        self._numbers = itertools.count()
+        self._queue: list[tuple[tuple[float, int], int, _Kept]] = []
+
+    def __repr__(self) -> str:
+        return f"PrefixTree({self.traits.family.value}, {self.store!r})"
+
+    # -- matching ----------------------------------------------------------------------------
+
+    def match_prefix(self, tokens: IntArray, *, limit: int | None = None, align: int = 1) -> Match:
+        """Find the deepest restorable position of a prompt. Changes nothing.
+
+        Args:
+            tokens: The prompt.
+            limit: Deepest position wanted, so that something is left to evaluate; None for the
+                prompt's length.
+            align: The position must be a multiple of this.
+
+        Returns:
+            What restores it, to be given to `fetch`. Costs one pass over the matched tokens.
+        """
+        path = self._path(tokens)
+        deepest = min(path.n_tokens, tokens.size if limit is None else limit)
+        checkpoint: _Kept | None = None
+        if self.traits.rolling:
+            along = self._checkpoints_along(path)
+            n_tokens = best_to_restore(along, deepest, align)
+            checkpoint = along.get(n_tokens)
+            reason = self._why_no_deeper(path.n_tokens, n_tokens, along)
+        else:
+            n_tokens = align_down(deepest, align)
+            reason = "" if path.n_tokens == tokens.size else f"new from token {path.n_tokens} on"
+        segments = tuple(
+            kept.ref
+            for node, _ in path.nodes
+            if node.start < n_tokens
+            and (kept := node.segment) is not None
+            and isinstance(kept.ref, SegmentRef)
+        )
+        return Match(
+            n_tokens,
+            path.n_tokens,
+            segments if self.traits.segments and n_tokens else (),
+            checkpoint.ref if checkpoint and isinstance(checkpoint.ref, CheckpointRef) else None,
+            reason,
+        )
+
+    @staticmethod
+    def _why_no_deeper(shared: int, n_tokens: int, along: dict[int, _Kept]) -> str:
+        if not shared:
+            return "first time seen"
+        if shared == n_tokens:
+            return ""
+        nearest = f"the nearest before it is at {n_tokens}" if n_tokens else "none before it"
+        return f"no checkpoint at {shared}, where the prompt leaves what is kept; {nearest}"
+
+    def fetch(self, tokens: IntArray, match: Match) -> tuple[list[Segment], Checkpoint | None] | None:
+        """Return the states of a match, and count it as a use of its whole path.
+
+        Returns:
+            The stored bytes, not copies; or None when the store has lost one. Then the tree
+            forgets the node that it belonged to, and what hangs off it.
+        """
+        segments = []
+        for ref in match.segments:
+            data = self.store.get(ref.name)
+            if data is None:
+                self._forget(tokens, ref)
+                return None
+            segments.append(Segment(ref.start, ref.end, data))
+        checkpoint = None
+        if match.checkpoint is not None:
+            data = self.store.get(match.checkpoint.name)
+            if data is None:
+                self._forget(tokens, match.checkpoint)
+                return None
+            checkpoint = Checkpoint(match.checkpoint.position, data)
+        self.touch(tokens, match.n_tokens)
+        return segments, checkpoint
+
+    def touch(self, tokens: IntArray, n_tokens: int) -> None:
+        """Count a use of the path to `n_tokens`, its checkpoint there included."""
+        now = self._clock()
+        self.counters.hits += bool(n_tokens)
+        self.counters.misses += not n_tokens
+        for node, _ in self._path(tokens[:n_tokens]).nodes:
+            for kept in (node.segment, node.checkpoints.get(n_tokens)):
+                if kept is not None:
+                    kept.last_used, kept.hits = now, kept.hits + 1
+
+    def reject(self, tokens: IntArray, match: Match) -> None:
+        """Forget the states of a match that a runtime refused: the next prompt is evaluated."""
+        refs: list[SegmentRef | CheckpointRef] = [*match.segments]
+        if match.checkpoint is not None:
+            refs.append(match.checkpoint)
+        for ref in refs:
+            self._forget(tokens, ref)
+
+    def checkpoint_positions(self, tokens: IntArray) -> list[int]:
+        """Return where the tree has checkpoints along `tokens`, ascending."""
+        return sorted(self._checkpoints_along(self._path(tokens)))
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        tokens: IntArray,
+        *,
+        segment_bytes: Callable[[int], int],
+        read: Callable[[int, int], Segment],
+    ) -> Saved:
+        """Keep the spans of `tokens` that the tree lacks.
+
+        Args:
+            tokens: Everything that `read` can read.
+            segment_bytes: The exact size of a segment of so many tokens.
+            read: Reads the segment of tokens [start, end). Called once per span that the tree
+                lacks, and for a tail that has grown, over its whole new span. Not called in
+                families without segments.
+
+        Returns:
+            What was read, and how far the tree covers `tokens` now. When a span does not fit, it
+            and what comes after it are not stored; nothing is evicted in vain.
+
+        Raises:
+            StateError: What `read` raises; what was stored before stays.
+        """
+        path = self._path(tokens)
+        node, at = path.nodes[-1]
+        names = PathNames(self.namespace, tokens)
+        read_bytes = reread_bytes = 0
+        with self._pinned(path):
+            while at < tokens.size:
+                grows = node.start < at == node.end and at % self.segment_tokens != 0
+                start = node.start if grows else at
+                end = min(tokens.size, align_down(at, self.segment_tokens) + self.segment_tokens)
+                n_bytes = segment_bytes(end - start) if self.traits.segments else 0
+                ref = SegmentRef(names.segment(start, end), start, end, n_bytes)
+                if not self._keep(ref, lambda s=start, e=end: read(s, e).data):  # type: ignore[misc]
+                    self.counters.refused_segments += 1
+                    refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
+                    return Saved(at, read_bytes, reread_bytes, refused)
+                read_bytes += n_bytes
+                if grows:
+                    reread_bytes += segment_bytes(at - start) if self.traits.segments else 0
+                    self._grow(node, tokens[at:end], ref)
+                else:
+                    node = self._hang(path, tokens[start:end], ref)
+                at = end
+        return Saved(tokens.size, read_bytes, reread_bytes)
+
+    def save_checkpoint(
+        self, tokens: IntArray, *, n_bytes: int, read: Callable[[], Checkpoint]
+    ) -> bool:
+        """Keep a checkpoint at the end of `tokens`, whose spans the tree already covers.
+
+        Args:
+            tokens: The prompt up to the checkpoint.
+            n_bytes: The checkpoint's exact size.
+            read: Reads it; called only when it will be kept.
+
+        Returns:
+            Whether the tree has it now. False where checkpoints are off, the spans are missing or
+            it does not fit.
+
+        Raises:
+            StateError: What `read` raises.
+        """
+        position = int(tokens.size)
+        path = self._path(tokens)
+        node = path.nodes[-1][0]
+        if position in node.checkpoints:
+            return True
+        if not self.max_checkpoints or not position or path.n_tokens < position:
+            self.counters.refused_checkpoints += 1
+            return False
+        name = PathNames(self.namespace, tokens).checkpoint(position)
+        ref = CheckpointRef(name, position, n_bytes)
+        with self._pinned(path):
+            if not self._keep(ref, lambda: read().data):
+                self.counters.refused_checkpoints += 1
+                return False
+            kept = _Kept(node, ref, self._clock(), next(self._numbers))
+            node.checkpoints[position] = kept
+            self._enqueue(kept)
+            self._thin_out(path)
+        return True
+
+    def _thin_out(self, path: Path[SpanNode]) -> None:
+        along = self._checkpoints_along(path)
+        while len(along) > self.max_checkpoints:
+            self._drop_checkpoint(along.pop(least_missed(sorted(along))))
+
+    def _hang(self, path: Path[SpanNode], tokens: IntArray, ref: SegmentRef) -> SpanNode:
+        """Hang a new span off the end of a pinned path, and make it part of that."""
+        node = SpanNode(tokens, ref.start)
+        node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
+        path.nodes[-1][0].attach(node)
+        path.nodes.append((node, ref.end))
+        node.pins += 1
+        self._enqueue(node.segment)
+        return node
+
+    def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef) -> None:
+        """Let a longer tail take the place of a shorter one."""
+        old = node.segment
+        node.extend(more)
+        node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
+        if old is not None:
+            node.segment.hits, node.segment.created = old.hits, old.created
+            if self.traits.segments:
+                self.store.delete(old.ref.name)
+        self._enqueue(node.segment)
+
+    # -- room --------------------------------------------------------------------------------
+
+    def _keep(self, ref: SegmentRef | CheckpointRef, produce: Callable[[], Buffer]) -> bool:
+        """Make room for a blob, then let it be read. False when room cannot be made."""
+        if isinstance(ref, SegmentRef) and not self.traits.segments:
+            return True
+        if self._free_bytes() < ref.n_bytes:
+            if ref.n_bytes > self._reclaimable_bytes():
+                return False  # refused before anything is evicted
+            while self._free_bytes() < ref.n_bytes:
+                if not self._evict_one():
+                    return False
+        return self.store.put(ref.name, ref.n_bytes, produce)
+
+    def _free_bytes(self) -> int:
+        return self.store.capacity_bytes - self.store.used_bytes
+
+    def _reclaimable_bytes(self) -> int:
+        """Return the bytes that are free or could be freed without touching a pinned node."""
+        pinned = 0
+        for root in self._roots.values():
+            stack = [root]
+            while stack:
+                node = stack.pop()
+                # A pin below holds everything above it; pins are set along whole paths.
+                if node.pins:
+                    pinned += self._own_bytes(node)
+                    stack.extend(child for child in node.branches.values() if child.pins)
+        return self.store.capacity_bytes - pinned
+
+    def _own_bytes(self, node: SpanNode) -> int:
+        segment = node.segment.n_bytes if node.segment and self.traits.segments else 0
+        return segment + sum(kept.n_bytes for kept in node.checkpoints.values())
+
+    def _enqueue(self, kept: _Kept) -> None:
+        rank = self.policy.rank(kept, self._clock())
+        heapq.heappush(self._queue, (rank, next(self._numbers), kept))
+        if len(self._queue) > 64 and len(self._queue) > 4 * len(self.store):
+            live = [item for item in self._queue if self._is_live(item[2])]
+            heapq.heapify(live)
+            self._queue = live
+
+    def _is_live(self, kept: _Kept) -> bool:
+        node, ref = kept.node, kept.ref
+        if isinstance(ref, CheckpointRef):
+            return node.checkpoints.get(ref.position) is kept
+        return node.segment is kept
+
+    def _evict_one(self) -> bool:
+        """Evict what the policy ranks first among leaves and checkpoints that nobody holds.
+
+        The queue is lazy: what was used since it was queued goes back with its new rank; what
+        cannot go now waits aside, and a node that is no leaf is queued again when it becomes one.
+        """
+        now, aside = self._clock(), []
+        evicted = False
+        while self._queue and not evicted:
+            rank, number, kept = heapq.heappop(self._queue)
+            node = kept.node
+            if not self._is_live(kept):
+                continue
+            if (current := self.policy.rank(kept, now)) > rank:
+                heapq.heappush(self._queue, (current, number, kept))
+            elif node.pins:
+                aside.append((rank, number, kept))
+            elif isinstance(kept.ref, CheckpointRef):
+                self._drop_checkpoint(kept)
+                evicted = True
+            elif not node.branches:
+                self._drop_leaf(node)
+                evicted = True
+        for item in aside:
+            heapq.heappush(self._queue, item)
+        return evicted
+
+    def _drop_checkpoint(self, kept: _Kept) -> None:
+        node, ref = kept.node, kept.ref
+        if not isinstance(ref, CheckpointRef):  # pragma: no cover - told apart by the callers
+            raise InvalidValue(f"{ref} is no checkpoint")
+        del node.checkpoints[ref.position]
+        self.store.delete(ref.name)
+        self.counters.evicted_checkpoints += 1
+        self.counters.evicted_bytes += ref.n_bytes
+        if self._is_useless(node):
+            self._drop_leaf(node)
+
+    def _is_useless(self, node: SpanNode) -> bool:
+        """Whether a rolling family has nothing to restore at or below this node."""
+        held = node.checkpoints or node.branches or node.pins or node.parent is None
+        return self.traits.rolling and not held
+
+    def _drop_leaf(self, node: SpanNode) -> None:
+        """Drop a leaf and what it holds, and the spans above it that led only there."""
+        while node.parent is not None and not node.branches:
+            parent = node.parent
+            self.counters.evicted_bytes += self._own_bytes(node)
+            self.counters.evicted_segments += 1
+            self.counters.evicted_checkpoints += len(node.checkpoints)
+            self._drop_subtree(node)
+            if not self._is_useless(parent):
+                return
+            node = parent
+
+    def _delete_blobs(self, node: SpanNode) -> None:
+        if node.segment is not None and self.traits.segments:
+            self.store.delete(node.segment.ref.name)
+        for kept in node.checkpoints.values():
+            self.store.delete(kept.ref.name)
+        node.segment = None
+        node.checkpoints.clear()
+
+    def _forget(self, tokens: IntArray, ref: SegmentRef | CheckpointRef) -> None:
+        """Drop what a lost or refused blob belonged to, and what hangs off it."""
+        self.counters.lost_blobs += 1
+        position = ref.position if isinstance(ref, CheckpointRef) else ref.start + 1
+        for node, end in self._path(tokens).nodes:
+            if not node.start < position <= end:
+                continue
+            if isinstance(ref, CheckpointRef):
+                if (kept := node.checkpoints.pop(ref.position, None)) is not None:
+                    self.store.delete(kept.ref.name)
+            elif node.parent is not None:
+                self._drop_subtree(node)
+            return
+
+    def _drop_subtree(self, node: SpanNode) -> None:
+        for below in walk(node):
+            self._delete_blobs(below)
+        parent = node.parent
+        if parent is not None:
+            parent.detach(node)
+            if not parent.branches and parent.segment is not None:
+                self._enqueue(parent.segment)  # it is a leaf now
+
+    # -- holding on --------------------------------------------------------------------------
+
+    @contextmanager
+    def pin(self, tokens: IntArray) -> Iterator[None]:
+        """Hold everything along `tokens`, as far as the tree knows them, against eviction."""
+        with self._pinned(self._path(tokens)):
+            yield
+
+    @contextmanager
+    def _pinned(self, path: Path[SpanNode]) -> Iterator[None]:
+        for node, _ in path.nodes:
+            node.pins += 1
+        try:
+            yield
+        finally:
+            for node, _ in path.nodes:  # also those that were hung on meanwhile
+                node.pins -= 1
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def _path(self, tokens: IntArray) -> Path[SpanNode]:
+        root = self._roots.get(self.namespace)
+        if root is None:
+            root = self._roots[self.namespace] = SpanNode(tokens[:0])
+        return descend(root, tokens)
+
+    def _checkpoints_along(self, path: Path[SpanNode]) -> dict[int, _Kept]:
+        return {
+            position: kept
+            for node, end in path.nodes
+            for position, kept in node.checkpoints.items()
+            if position <= end
+        }
+
+    def _nodes(self) -> Iterator[SpanNode]:
+        for root in self._roots.values():
+            nodes = walk(root)
+            next(nodes)
+            yield from nodes
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._nodes())
+
+    def entries(self) -> list[TreeEntry]:
+        """Return every prompt known to its end, most recently used first."""
+        found = []
+        for leaf in self._nodes():
+            if leaf.branches or leaf.segment is None:
+                continue
+            positions: list[int] = []
+            own_bytes, shared, end = 0, False, leaf.end
+            node: SpanNode | None = leaf
+            while node is not None:
+                positions += [at for at in node.checkpoints if at <= end]
+                shared = shared or len(node.branches) > 1
+                own_bytes += 0 if shared else self._own_bytes(node)
+                end, node = node.start, node.parent
+            kept = leaf.segment
+            found.append(
+                TreeEntry(leaf.end, own_bytes, tuple(sorted(positions)), kept.hits, kept.last_used)
+            )
+        return sorted(found, key=lambda entry: entry.last_used, reverse=True)
+
+    def clear(self) -> None:
+        """Forget everything, in every namespace.
+
+        Raises:
+            InvalidValue: While something is pinned; nothing is forgotten then.
+        """
+        if any(node.pins for node in self._nodes()):
+            raise InvalidValue("cannot clear a tree while states of it are in use")
+        for node in self._nodes():
+            self._delete_blobs(node)
+        self._roots.clear()
+        self._queue.clear()
+
+    def check(self, *, fix: bool = False) -> None:
+        """Prove that nodes, blobs and counted bytes agree.
+
+        Args:
+            fix: Mend instead of raising: drop nodes whose blobs are gone and blobs without a
+                node.
+
+        Raises:
+            IntegrityError: With the numbers. Costs a visit of every node.
+        """
+        for root in self._roots.values():
+            check_nodes(root)
+        self.store.check(fix=fix)
+        names: dict[bytes, int] = {}
+        for node in list(self._nodes()):
+            problem = self._problem(node, names)
+            if problem and not fix:
+                raise IntegrityError(problem)
+            if problem and node.segment is not None:
+                logger.warning("dropping a node: %s", problem)
+                self._drop_subtree(node)
+        orphans = [name for name in self.store if name not in names]
+        if fix:
+            for name in orphans:
+                self.store.delete(name)
+        elif orphans:
+            raise IntegrityError(f"{len(orphans)} blobs belong to no node")
+        elif (total := sum(names.values())) != self.store.used_bytes:
+            raise IntegrityError(f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted")
+
+    def _problem(self, node: SpanNode, names: dict[bytes, int]) -> str:
+        """Say what is wrong with a node, or nothing; add its blobs to `names`."""
+        kept = node.segment
+        if kept is None or not isinstance(kept.ref, SegmentRef):
+            return f"{node!r} has no segment"
+        if (kept.ref.start, kept.ref.end) != (node.start, node.end):
+            return f"{node!r} has the segment of {kept.ref.start} to {kept.ref.end}"
+        if node.pins < 0:
+            return f"{node!r} has {node.pins} pins"
+        refs = [kept.ref] if self.traits.segments else []
+        refs += [checkpoint.ref for checkpoint in node.checkpoints.values()]
+        for position in node.checkpoints:
+            if not node.start < position <= node.end:
+                return f"{node!r} has a checkpoint at {position}"
+        for ref in refs:
+            if ref.name not in self.store:
+                return f"a blob of {node!r} is missing"
+            if ref.name in names:
+                return f"a blob of {node!r} belongs to another node too"
+        names.update((ref.name, ref.n_bytes) for ref in refs)
+        return ""
