@@ -43,7 +43,7 @@ class ModelError(LlamakeepError):
     """A model or context is missing, unreadable, or of a kind that keeps no prompt state."""
 
 
-class DecodeError(LlamakeepError):
+class DecodeError(LlamakeepError, RuntimeError):
     """llama.cpp could not evaluate a batch; the sequence is cleared."""
 
 

@@ -440,7 +440,8 @@ class RadixIndex(Generic[V]):
     A lookup costs what `descend` costs, whatever the number of keys. `insert` and `touch` add
     O(depth) list operations, `remove` also a copy of an edge when it joins two.
 
-    `KeyError` and `TokenError` (for what is no token sequence) are the only errors raised.
+    `KeyError` and `TokenError` (for what is no token sequence) are the only errors raised,
+    besides `check`'s.
     """
 
     def __init__(self) -> None:
@@ -463,7 +464,7 @@ class RadixIndex(Generic[V]):
         """Bytes of all edges plus an estimate for nodes and keys; values not included. O(1).
 
         The estimate is a constant per node and per key, chosen so that the sum is rarely below
-        what CPython 3.11 allocates on 64 bits, and up to a quarter above it.
+        what CPython 3.11 allocates on 64 bits, and up to a third above it.
         An empty index counts as 0.
         """
         return (

@@ -1,11 +1,11 @@
-"""The prefix tree: kept states, shared by every prompt that starts with their tokens.
+r"""The prefix tree: kept states, shared by every prompt that starts with their tokens.
 
 A node covers a span of tokens and holds one segment, the truncatable bytes of that span, and any
 number of checkpoints, rolling bytes at one position inside it. Spans end at multiples of
 `segment_tokens`; where a prompt diverges, a new node hangs off the middle of an old one::
 
     [ 0 .......... 256 )[ 256 ......... 512 )[ 512 .. 600 )   system prompt, question A
-                              c at 400  \\
+                              c at 400  \
                                          [ 430 ... 512 )[ 512 ... 700 )   question B
                                                              c at 696
 
@@ -99,14 +99,14 @@ class TreeCounters:
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """A prompt that the tree knows to its end: one leaf and the path to it.
+    """A prompt that the tree knows to its end.
 
-    `own_bytes` are of the spans that no other prompt shares; `hits` and `last_used` are the
-    leaf's.
+    `path_bytes` are of everything along it, what it shares with others included; `hits` and
+    `last_used` are those of its last span.
     """
 
     n_tokens: int
-    own_bytes: int
+    path_bytes: int
     checkpoints: tuple[int, ...]
     hits: int
     last_used: float
@@ -213,7 +213,9 @@ class PrefixTree:
         nearest = f"the nearest before it is at {n_tokens}" if n_tokens else "none before it"
         return f"no checkpoint at {shared}, where the prompt leaves what is kept; {nearest}"
 
-    def fetch(self, tokens: IntArray, match: Match) -> tuple[list[Segment], Checkpoint | None] | None:
+    def fetch(
+        self, tokens: IntArray, match: Match
+    ) -> tuple[list[Segment], Checkpoint | None] | None:
         """Return the states of a match, and count it as a use of its whole path.
 
         Returns:
@@ -551,20 +553,19 @@ class PrefixTree:
     def entries(self) -> list[TreeEntry]:
         """Return every prompt known to its end, most recently used first."""
         found = []
-        for leaf in self._nodes():
-            if leaf.branches or leaf.segment is None:
-                continue
+        for last in self._nodes():
+            kept = last.segment
+            if kept is None or any(point == last.end for point, _ in last.branches):
+                continue  # a longer prompt goes on from here
             positions: list[int] = []
-            own_bytes, shared, end = 0, False, leaf.end
-            node: SpanNode | None = leaf
+            path_bytes, end = 0, last.end
+            node: SpanNode | None = last
             while node is not None:
                 positions += [at for at in node.checkpoints if at <= end]
-                shared = shared or len(node.branches) > 1
-                own_bytes += 0 if shared else self._own_bytes(node)
+                path_bytes += self._own_bytes(node)
                 end, node = node.start, node.parent
-            kept = leaf.segment
             found.append(
-                TreeEntry(leaf.end, own_bytes, tuple(sorted(positions)), kept.hits, kept.last_used)
+                TreeEntry(last.end, path_bytes, tuple(sorted(positions)), kept.hits, kept.last_used)
             )
         return sorted(found, key=lambda entry: entry.last_used, reverse=True)
 
@@ -609,7 +610,9 @@ class PrefixTree:
         elif orphans:
             raise IntegrityError(f"{len(orphans)} blobs belong to no node")
         elif (total := sum(names.values())) != self.store.used_bytes:
-            raise IntegrityError(f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted")
+            raise IntegrityError(
+                f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted"
+            )
 
     def _problem(self, node: SpanNode, names: dict[bytes, int]) -> str:
         """Say what is wrong with a node, or nothing; add its blobs to `names`."""
@@ -620,7 +623,7 @@ class PrefixTree:
             return f"{node!r} has the segment of {kept.ref.start} to {kept.ref.end}"
         if node.pins < 0:
             return f"{node!r} has {node.pins} pins"
-        refs = [kept.ref] if self.traits.segments else []
+        refs: list[SegmentRef | CheckpointRef] = [kept.ref] if self.traits.segments else []
         refs += [checkpoint.ref for checkpoint in node.checkpoints.values()]
         for position in node.checkpoints:
             if not node.start < position <= node.end:

@@ -1,0 +1,1 @@
+"""Stores: the tiers that keep blobs."""

@@ -33,7 +33,9 @@ class MemoryStore:
         self.corrupt_blobs = 0
 
     def __repr__(self) -> str:
-        return f"MemoryStore({len(self)} blobs, {self.used_bytes:,} of {self.capacity_bytes:,} bytes)"
+        return (
+            f"MemoryStore({len(self)} blobs, {self.used_bytes:,} of {self.capacity_bytes:,} bytes)"
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -67,13 +69,13 @@ class MemoryStore:
             raise
         self._blobs[name] = frozen(data)
         if self._sums is not None:
-            self._sums[name] = blake3(data).digest()
+            self._sums[name] = blake3(data.data).digest()
         return True
 
     def get(self, name: bytes) -> Buffer | None:
         """Return the blob, not a copy of it, or None."""
         data = self._blobs.get(name)
-        if data is None or self._sums is None or blake3(data).digest() == self._sums[name]:
+        if data is None or self._sums is None or blake3(data.data).digest() == self._sums[name]:
             return data
         self.corrupt_blobs += 1
         self.delete(name)

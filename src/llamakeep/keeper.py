@@ -1,0 +1,791 @@
+"""`attach`: a `llama_cpp.Llama` that never evaluates a prefix twice.
+
+The keeper stands in front of the methods through which a `Llama` changes its context (`generate`,
+`eval`, `reset`, `load_state` and the two that create completions). It keeps its own log of the
+tokens whose rows are in the context, so it knows what is live; before a prompt is evaluated it
+brings the context to the deepest position that can be reached without evaluating, while the prompt
+is evaluated it takes checkpoints, and afterwards it saves what the tree lacks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from llamakeep.chat import find_starts, user_delimiter
+from llamakeep.checkpoints import (
+    MIN_EVALUATED,
+    best_to_restore,
+    check_align,
+    deepest_resume,
+    positions_to_take,
+)
+from llamakeep.errors import (
+    ContextOverflow,
+    DecodeError,
+    InvalidValue,
+    KeeperBusy,
+    KeeperClosed,
+    LlamakeepError,
+    RestoreFailed,
+    StateError,
+)
+from llamakeep.fingerprint import Adapter, Namespace, fingerprint_file
+from llamakeep.live import Live
+from llamakeep.policy import Policy, get_policy
+from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
+from llamakeep.stores.memory import MemoryStore
+from llamakeep.tokens import IntArray, align_down, as_tokens, common_prefix
+from llamakeep.tree import PrefixTree
+from llamakeep.turns import OpenStream, Turns
+
+if TYPE_CHECKING:
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime
+
+logger = logging.getLogger("llamakeep")
+
+_HOOKED = (
+    "create_chat_completion",
+    "create_completion",
+    "eval",
+    "generate",
+    "load_state",
+    "reset",
+)
+FREE_MEMORY_SHARE = 0.25
+"""Share of the memory that is free when a keeper is made that it may fill by default."""
+
+
+def default_capacity_bytes() -> int:
+    """Return a quarter of the memory that is available now."""
+    return int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
+
+
+class Keeper:
+    """Keeps what a `llama_cpp.Llama` computes. Made by `attach`; see there.
+
+    The keeper does not keep the `Llama` alive: when the program drops it, memory is freed as
+    without a keeper.
+
+    Attributes:
+        last: How the last prompt was served, or None before the first.
+        on_progress: Called with (tokens evaluated, tokens to evaluate) while a prompt is
+            evaluated, after each batch; None for no calls.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        runtime: LlamaCppRuntime,
+        tree: PrefixTree,
+        namespace: Namespace,
+        *,
+        align: int,
+        min_step: int,
+        on_device: bool,
+    ) -> None:
+        self.last: Reuse | None = None
+        self.on_progress: Callable[[int, int], None] | None = None
+        self._llm = weakref.ref(llm)
+        self._runtime = runtime
+        self._tree = tree
+        self._namespace = namespace
+        self._align = align
+        self._min_step = min_step
+        self._on_device = on_device
+        self._device: DeviceCheckpoint | None = None
+        self._turns = Turns()
+        self._live = Live(runtime.n_ctx)
+        self._due: list[int] = []
+        self._prompt_end = 0
+        self._need_scores = False
+        self._in_chat = False
+        self._delimiters: dict[int, IntArray] = {}
+        self._warned_cache = False
+        self._attached = True
+        self._totals = {"requests": 0, "reused_tokens": 0, "evaluated_tokens": 0}
+        self._failures: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        state = "" if self._attached else " detached"
+        return f"<Keeper{state} {self._tree!r}>"
+
+    # -- for the user ------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes: JSON-ready, keys as everywhere in llamakeep.
+
+        `saved_share` is the share of prompt tokens, 0 to 1, that were not evaluated.
+        """
+        totals = self._totals
+        prompt_tokens = totals["reused_tokens"] + totals["evaluated_tokens"]
+        traits, tree = self._runtime.traits, self._tree
+        device_bytes = self._device.device_bytes if self._device is not None else 0
+        return {
+            **totals,
+            "saved_share": totals["reused_tokens"] / prompt_tokens if prompt_tokens else 0.0,
+            "used_bytes": tree.store.used_bytes,
+            "capacity_bytes": tree.store.capacity_bytes,
+            "device_bytes": device_bytes,
+            "blobs": len(tree.store),
+            "nodes": len(tree),
+            "live_tokens": self._live.n_tokens,
+            "family": traits.family.value,
+            "whole_because": traits.whole_because,
+            "policy": tree.policy.name,
+            "failures": dict(self._failures),
+            **asdict(tree.counters),
+        }
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return every kept prompt, most recently used first: JSON-ready."""
+        return [asdict(entry) for entry in self._tree.entries()]
+
+    def clear(self) -> None:
+        """Forget every kept state, and what is live in the context.
+
+        Raises:
+            KeeperBusy: While a stream is open in this thread.
+            KeeperClosed: When the keeper is detached or its model closed.
+        """
+        with self._turn() as llm:
+            self._tree.clear()
+            self._drop_live(llm)
+
+    def check(self) -> None:
+        """Prove that what is counted is what is kept. Costs a visit of every node.
+
+        Raises:
+            IntegrityError: With the numbers.
+        """
+        with self._turn():
+            self._tree.check()
+
+    def set_lora(
+        self, adapters: Mapping[str | Path, float] | Sequence[tuple[str | Path, float]] = ()
+    ) -> None:
+        """Use these LoRA adapters, with these scales, instead of those before.
+
+        What was computed under other adapters or scales is not used, and is there again when they
+        come back.
+
+        Args:
+            adapters: Paths and scales; none for the bare model.
+
+        Raises:
+            ModelError: When one cannot be loaded; the adapters before stay in force.
+            KeeperBusy: While a stream is open in this thread.
+            KeeperClosed: When the keeper is detached or its model closed.
+        """
+        pairs = list(adapters.items() if isinstance(adapters, Mapping) else adapters)
+        with self._turn() as llm:
+            loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
+            self._runtime.set_adapters(loaded)
+            self._drop_live(llm)
+            self._namespace = _with_adapters(self._namespace, pairs)
+            self._tree.namespace = self._namespace.digest
+
+    def detach(self) -> None:
+        """Give the `Llama` its own methods back and free what was kept. Again: does nothing.
+
+        The `Llama` stays usable, with what is live in its context.
+
+        Raises:
+            KeeperBusy: While a stream is open in this thread.
+        """
+        if not self._attached:
+            return
+        self._turns.begin()
+        try:
+            llm = self._llm()
+            for name in _HOOKED if llm is not None else ():
+                vars(llm).pop(name, None)
+            self._free()
+        finally:
+            self._turns.end()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    # -- turns -------------------------------------------------------------------------------
+
+    def _model(self) -> Any:
+        llm = self._llm()
+        if llm is None or llm._ctx is None or llm._ctx.ctx is None:
+            raise KeeperClosed("the model is closed")
+        if not self._attached:
+            raise KeeperClosed("the keeper is detached")
+        return llm
+
+    @contextmanager
+    def _turn(self) -> Iterator[Any]:
+        """Run inside a turn, our own or the one we are called in; yields the model."""
+        if self._turns.nested:
+            yield self._model()
+            return
+        self._turns.begin()
+        try:
+            llm = self._model()
+            with self._cache_set_aside(llm):
+                yield llm
+        finally:
+            self._turns.end()
+
+    @contextmanager
+    def _cache_set_aside(self, llm: Any) -> Iterator[None]:
+        """Keep `llm.cache` out of a call: it would load whole states over what we restored."""
+        cache, llm.cache = llm.cache, None
+        if cache is not None and not self._warned_cache:
+            self._warned_cache = True
+            logger.warning(
+                "%s is set on a model that has a keeper, which does its work: it is not used",
+                type(cache).__name__,
+            )
+        try:
+            yield
+        finally:
+            if llm.cache is None:
+                llm.cache = cache
+
+    def _open(self, start: Callable[[Any], Any]) -> Any:
+        """Run a call on the model that may return a stream, which then keeps the turn."""
+        if self._turns.nested:
+            return start(self._model())
+        self._turns.begin()
+        try:
+            llm = self._model()
+            with self._cache_set_aside(llm):
+                result = start(llm)
+            if isinstance(result, Generator):
+                self._turns.suspend()
+                aside = partial(self._cache_set_aside, llm)
+                return OpenStream(self._turns, result, aside, self._finish_call)
+        except BaseException:
+            self._finish_call()
+            self._turns.end()
+            raise
+        self._finish_call()
+        self._turns.end()
+        return result
+
+    def _finish_call(self) -> None:
+        self._need_scores = self._in_chat = False
+
+    def _closed(self) -> None:
+        """The model is being closed: wait for another thread's call, then free what is kept."""
+        try:
+            self._turns.begin()
+        except KeeperBusy:
+            self._free()  # closed from inside our own call or stream
+        else:
+            self._free()
+            self._turns.end()
+
+    def _free(self) -> None:
+        self._attached = False
+        self._tree.clear()
+        self._runtime.close()
+
+    # -- the hooked methods ------------------------------------------------------------------
+
+    def _hook(self, llm: Any) -> None:
+        for name in _HOOKED:
+            setattr(llm, name, getattr(self, f"_{name}"))
+        llm._stack.callback(self._closed)
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        def start(llm: Any) -> Any:
+            bound = inspect.signature(type(llm).create_completion).bind(llm, *args, **kwargs)
+            wanted = bound.arguments
+            self._need_scores = bool(wanted.get("echo")) and wanted.get("logprobs") is not None
+            return self._annotated(type(llm).create_completion(*bound.args, **bound.kwargs))
+
+        return self._open(start)
+
+    def _create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        def start(llm: Any) -> Any:
+            self._in_chat = True
+            return self._annotated(type(llm).create_chat_completion(llm, *args, **kwargs))
+
+        return self._open(start)
+
+    def _annotated(self, result: Any) -> Any:
+        """Add the reused tokens to the usage of a response, or of a stream's chunks."""
+        if isinstance(result, Iterator):
+            return self._annotated_stream(result)
+        self._annotate(result)
+        return result
+
+    def _annotated_stream(self, chunks: Iterator[Any]) -> Generator[Any, None, None]:
+        for chunk in chunks:
+            self._annotate(chunk)
+            yield chunk
+
+    def _annotate(self, response: Any) -> None:
+        usage = response.get("usage") if isinstance(response, dict) else None
+        if usage and self.last is not None:
+            cached = {"cached_tokens": self.last.reused_tokens}
+            usage.setdefault("prompt_tokens_details", cached)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        def start(llm: Any) -> Any:
+            bound = inspect.signature(type(llm).generate).bind(llm, *args, **kwargs)
+            options = dict(bound.arguments)
+            del options["self"]
+            tokens, fresh = options.pop("tokens"), options.pop("reset", True)
+            if fresh and self._continues_opaque(llm, tokens):
+                # Where the pictures are, the token buffer holds whatever was there before.
+                return self._run(llm, np.empty(0, np.int32), False, options)
+            prompt = as_tokens(tokens, n_vocab=self._runtime.n_vocab)
+            if fresh and not prompt.size:
+                raise InvalidValue("an empty prompt has nothing to continue from")
+            return self._run(llm, prompt, fresh, options)
+
+        return self._open(start)
+
+    def _run(
+        self, llm: Any, prompt: IntArray, fresh: bool, options: dict[str, Any]
+    ) -> Generator[int, Any, None]:
+        n_before = 0 if fresh else llm.n_tokens
+        if n_before + prompt.size > self._runtime.n_ctx:
+            raise ContextOverflow(
+                f"{n_before + prompt.size} tokens exceed the context of {self._runtime.n_ctx}"
+            )
+        follow, rest = prompt, prompt
+        if fresh:
+            rest = prompt[self._resume(llm, prompt) :]
+        else:
+            self._sync(llm)
+            self._due = []
+            follow = np.concatenate((self._live.tokens, prompt))
+            if self._live.opaque:
+                self._note(Reuse(0, n_before, "none", "filled by its caller, with more than text"))
+            else:
+                self._note(Reuse(n_before, prompt.size, "live", "continued by its caller"))
+        accepted: list[int] = []
+        self._prompt_end = llm.n_tokens + rest.size
+        inner = type(llm).generate(llm, rest.tolist(), reset=False, **options)
+        try:
+            sent = None
+            while True:
+                try:
+                    token = inner.send(sent)
+                except StopIteration:
+                    return
+                accepted.append(token)
+                sent = yield token
+                accepted.extend(sent or ())
+        finally:
+            inner.close()
+            self._due = []
+            self._save(llm, np.concatenate((follow, as_tokens(accepted))))
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        array = as_tokens(tokens, n_vocab=self._runtime.n_vocab)
+        with self._turn() as llm:
+            self._sync(llm)
+            end = llm.n_tokens + array.size
+            if end > self._runtime.n_ctx:
+                raise ContextOverflow(f"{end} tokens exceed the context of {self._runtime.n_ctx}")
+            try:
+                self._evaluate(llm, array)
+            except BaseException:
+                # Part of a batch may be in the context, or a recurrent state half advanced.
+                self._drop_live(llm)
+                raise
+
+    def _evaluate(self, llm: Any, tokens: IntArray) -> None:
+        if not tokens.size:
+            type(llm).eval(llm, [])
+            return
+        start, end = llm.n_tokens, llm.n_tokens + tokens.size
+        cuts = {end, *(at for at in self._due if start < at < end)}
+        at = start
+        for cut in sorted(cuts):
+            while at < cut:
+                stop = min(cut, at + llm.n_batch)
+                part = tokens[at - start : stop - start]
+                try:
+                    type(llm).eval(llm, part.tolist())
+                except RuntimeError as error:
+                    raise DecodeError(f"{error} for {part.size} tokens at {at}") from error
+                if not self._live.opaque:
+                    self._live.append(part, scored=llm._logits_all)
+                at = stop
+                if self.on_progress is not None and stop <= self._prompt_end:
+                    self.on_progress(stop - start, tokens.size)
+            if cut in self._due:
+                self._take_checkpoint(cut)
+
+    def _reset(self) -> None:
+        with self._turn() as llm:
+            type(llm).reset(llm)
+            self._live.forget()
+
+    def _load_state(self, state: Any) -> None:
+        with self._turn() as llm:
+            try:
+                type(llm).load_state(llm, state)
+            except BaseException:
+                self._drop_live(llm)
+                raise
+            # Its tokens are what the state claims, its rows are unknown to us.
+            self._live.forget()
+            self._live.opaque = True
+
+    # -- what is live ------------------------------------------------------------------------
+
+    def _drop_live(self, llm: Any) -> None:
+        """Empty the context and say so everywhere."""
+        self._runtime.clear(0)
+        self._live.forget()
+        self._device = None
+        llm.n_tokens = 0
+        llm._requires_eval = True
+
+    def _notice(self, llm: Any) -> None:
+        """Take note of what changed behind our back. Evaluates nothing."""
+        live = self._live
+        if llm.n_tokens > live.n_tokens:
+            live.opaque = True
+        elif llm.n_tokens < live.n_tokens or live.opaque:
+            live.cut(llm.n_tokens)
+            live.opaque = False
+
+    def _sync(self, llm: Any) -> None:
+        """Make the context hold exactly what `Llama` counts, before something is added to it."""
+        self._notice(llm)
+        live = self._live
+        held = self._runtime.positions(0).n_tokens
+        if live.opaque or held == live.n_tokens:
+            return
+        if held > live.n_tokens and self._runtime.can_rewind(0, live.n_tokens):
+            return  # `Llama.eval` cuts rows past its own count before it evaluates
+        # A recurrent state cannot be cut, and rows that are gone are gone: compute them again.
+        self._rebuild(llm, live.tokens.copy())
+
+    def _rebuild(self, llm: Any, tokens: IntArray) -> None:
+        due, self._due = self._due, []
+        n_reused = self._bring(llm, tokens, limit=tokens.size, align=1)[0]
+        for at in range(n_reused, tokens.size, llm.n_batch):
+            part = tokens[at : at + llm.n_batch]
+            type(llm).eval(llm, part.tolist())
+            self._live.append(part, scored=llm._logits_all)
+        self._due = due
+
+    def _continues_opaque(self, llm: Any, tokens: Sequence[int]) -> bool:
+        """Whether a chat handler of this very call filled the context that it now continues."""
+        self._notice(llm)
+        return (
+            self._live.opaque
+            and self._in_chat
+            and llm.n_tokens == len(tokens)
+            and np.array_equal(llm.input_ids[: len(tokens)], tokens)
+        )
+
+    # -- resuming ----------------------------------------------------------------------------
+
+    def _resume(self, llm: Any, prompt: IntArray) -> int:
+        """Bring the context to the deepest reachable prefix of `prompt`; return its length."""
+        begin = time.perf_counter()
+        common = self._common(prompt)
+        limit = deepest_resume(prompt.size, self._align)
+        n_tokens, tier, match = self._bring(llm, prompt, limit=limit, align=self._align)
+        if tier != self._tree.store.tier:
+            self._tree.touch(prompt, n_tokens)  # a restore counts its own use
+        reason = "" if n_tokens == limit else match.reason
+        took_ms = (time.perf_counter() - begin) * 1e3
+        self._note(Reuse(n_tokens, prompt.size - n_tokens, tier, reason, took_ms))
+        self._plan(llm, prompt, n_tokens, branch=max(match.shared_tokens, common))
+        return n_tokens
+
+    def _note(self, reuse: Reuse) -> None:
+        self.last = reuse
+        self._totals["requests"] += 1
+        self._totals["reused_tokens"] += reuse.reused_tokens
+        self._totals["evaluated_tokens"] += reuse.evaluated_tokens
+
+    def _common(self, prompt: IntArray) -> int:
+        return common_prefix(self._live.tokens, prompt)
+
+    def _plan(self, llm: Any, prompt: IntArray, n_tokens: int, *, branch: int) -> None:
+        """Decide where to take checkpoints while the rest of the prompt is evaluated."""
+        self._due = []
+        if not self._runtime.traits.rolling or not self._tree.max_checkpoints:
+            return
+        delimiter = self._delimiter(llm) if self._in_chat else np.empty(0, np.int32)
+        self._due = positions_to_take(
+            prompt.size,
+            n_tokens,
+            align=self._align,
+            min_step=self._min_step,
+            user_starts=find_starts(prompt, delimiter),
+            branch=branch,
+            present=self._tree.checkpoint_positions(prompt),
+        )
+
+    def _delimiter(self, llm: Any) -> IntArray:
+        if llm.chat_handler is not None:
+            return np.empty(0, np.int32)  # it may load a picture model, or evaluate
+        handler = llm._chat_handlers.get(llm.chat_format)
+        if handler is None:
+            handler = self._runtime.chat_handler(llm.chat_format)
+        if id(handler) not in self._delimiters:
+            self._delimiters[id(handler)] = user_delimiter(llm, handler)
+        return self._delimiters[id(handler)]
+
+    def _bring(
+        self, llm: Any, prompt: IntArray, *, limit: int, align: int
+    ) -> tuple[int, str, Match]:
+        """Bring the context to at most `limit` tokens of `prompt`; what fails is a miss.
+
+        Returns the tokens it holds, the tier they came from and what the tree had to offer.
+        """
+        if self._need_scores:
+            limit = min(limit, align_down(self._live.n_scores, align))
+        match = self._tree.match_prefix(prompt, limit=limit, align=align)
+        n_live, checkpoint = self._live_candidate(prompt, limit, align)
+        if self._need_scores and n_live < match.n_tokens:
+            match = Match(0, match.shared_tokens, reason="logits of the whole prompt are wanted")
+        if n_live and n_live >= match.n_tokens:
+            try:
+                self._runtime.rewind(0, n_live, checkpoint)
+            except StateError as error:
+                self._failed("rewind", error)
+            else:
+                self._settle(llm, prompt[:n_live], rewound=True)
+                return n_live, "live", match
+        if match.n_tokens:
+            try:
+                if self._restore(prompt, match):
+                    self._settle(llm, prompt[: match.n_tokens])
+                    return match.n_tokens, self._tree.store.tier, match
+                reason = "a stored state was lost"
+            except StateError as error:
+                self._failed("restore", error)
+                self._tree.reject(prompt, match)
+                reason = f"a stored state could not be used: {error}"
+            match = Match(0, match.shared_tokens, reason=reason)
+        self._drop_live(llm)
+        return 0, "none", match
+
+    def _live_candidate(
+        self, prompt: IntArray, limit: int, align: int
+    ) -> tuple[int, Checkpoint | DeviceCheckpoint | None]:
+        """Return the deepest position the live sequence can be cut to, and what that needs."""
+        live, runtime = self._live, self._runtime
+        common = self._common(prompt)
+        held = runtime.positions(0).n_tokens
+        if held < live.n_tokens or not common:
+            return 0, None
+        best = align_down(min(common, limit), align)
+        if best and runtime.can_rewind(0, best):
+            return best, None
+        # Going on from the very end needs nothing; alignment buys nothing after decoded rows.
+        at_end = common == live.n_tokens == held and common <= prompt.size - MIN_EVALUATED
+        if at_end and (live.decoded or common % align == 0):
+            return common, None
+        best, checkpoint = 0, None
+        device = self._device
+        if device is not None and device.position <= min(common, limit):
+            best, checkpoint = device.position, device
+        along = self._tree.checkpoint_positions(prompt)
+        deepest = best_to_restore(along, min(common, limit), align)
+        if deepest > best:
+            match = self._tree.match_prefix(prompt, limit=deepest, align=align)
+            fetched = self._tree.fetch(prompt, match) if match.n_tokens == deepest else None
+            if fetched is not None and fetched[1] is not None:
+                return deepest, fetched[1]
+        return best, checkpoint
+
+    def _restore(self, prompt: IntArray, match: Match) -> bool:
+        with self._tree.pin(prompt):
+            fetched = self._tree.fetch(prompt, match)
+            if fetched is None:
+                return False
+            self._runtime.restore(0, match.n_tokens, *fetched)
+        return True
+
+    def _settle(self, llm: Any, tokens: IntArray, *, rewound: bool = False) -> None:
+        """Tell the log and the `Llama` what the context holds now."""
+        n_scores = self._live.n_scores if rewound else 0
+        self._live.replace(tokens)
+        self._live.n_scores = min(n_scores, tokens.size)
+        if self._device is not None and not (rewound and self._device.position <= tokens.size):
+            self._device = None
+        llm.input_ids[: tokens.size] = tokens
+        llm.n_tokens = int(tokens.size)
+        llm._requires_eval = True
+
+    def _failed(self, what: str, error: LlamakeepError) -> None:
+        self._failures[what] = self._failures.get(what, 0) + 1
+        logger.warning("%s failed, the prompt is evaluated instead: %s", what, error)
+        if isinstance(error, RestoreFailed):
+            self._live.forget()
+            self._device = None
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def _take_checkpoint(self, position: int) -> None:
+        """Keep the rolling state at the end of the context, and the spans before it."""
+        live = self._live
+        if live.opaque or live.n_tokens != position:
+            return
+        tokens = live.tokens.copy()
+        try:
+            if self._on_device and position == max(self._due):
+                self._device = self._runtime.read_device_checkpoint(0)
+                return
+            if self._save_spans(tokens):
+                self._tree.save_checkpoint(
+                    tokens,
+                    n_bytes=self._runtime.checkpoint_bytes(0),
+                    read=lambda: self._runtime.read_checkpoint(0),
+                )
+        except LlamakeepError as error:
+            self._failed("checkpoint", error)
+
+    def _save(self, llm: Any, accepted: IntArray) -> None:
+        """Keep the rows of `accepted`, as far as they are in the context and were accepted."""
+        live = self._live
+        if not self._attached or llm._ctx.ctx is None:
+            return
+        try:
+            self._notice(llm)
+            n_tokens = common_prefix(live.tokens, accepted)
+            if self._runtime.traits.rolling:
+                return  # nothing past the last checkpoint can be restored
+            if n_tokens < live.n_tokens and not live.opaque:
+                # Rows of draft tokens that were not accepted.
+                self._runtime.rewind(0, n_tokens)
+                live.cut(n_tokens)
+                llm.n_tokens, llm._requires_eval = n_tokens, True
+            self._save_spans(live.tokens[:n_tokens].copy())
+        except LlamakeepError as error:
+            self._failed("save", error)
+
+    def _save_spans(self, tokens: IntArray) -> bool:
+        def read(start: int, end: int) -> Segment:
+            return self._runtime.read_segment(0, start, end)
+
+        saved = self._tree.save(tokens, segment_bytes=self._runtime.segment_bytes, read=read)
+        if saved.refused:
+            logger.info("not everything was kept: %s", saved.refused)
+        return saved.n_tokens == tokens.size
+
+
+def _with_adapters(namespace: Namespace, adapters: Sequence[tuple[str | Path, float]]) -> Namespace:
+    return replace(
+        namespace,
+        adapters=tuple(Adapter(fingerprint_file(path), float(scale)) for path, scale in adapters),
+    )
+
+
+def attach(
+    llm: Any,
+    *,
+    capacity_bytes: int | None = None,
+    segment_tokens: int = 256,
+    min_step: int = 512,
+    align: int = 8,
+    ctx_checkpoints: int = 32,
+    checkpoint_on_device: bool = False,
+    policy: str | Policy = "lru",
+) -> Keeper:
+    """Keep what a `llama_cpp.Llama` computes, so that no prefix is evaluated twice.
+
+    From now on every call of `llm` (completions, chats, streams, tools, grammars) resumes at the
+    deepest position that is live or kept, and keeps what it adds. The `Llama` gets a new context
+    with one spare sequence; what it had evaluated before is gone.
+
+    Args:
+        llm: The model; any family that has a memory.
+        capacity_bytes: Limit on the bytes of kept states; None for a quarter of the memory that
+            is free now.
+        segment_tokens: Longest span that is kept as one piece.
+        min_step: Least distance in tokens between checkpoints at user messages.
+        align: Prompts are resumed at multiples of this, so that rows are computed in the same
+            groups as without a keeper; 1 turns that off.
+        ctx_checkpoints: Most checkpoints along one prompt (families with a rolling part); 0 takes
+            none.
+        checkpoint_on_device: Leave the newest checkpoint of the live conversation in buffers of
+            the context instead of copying it to the host. It serves rewinding that conversation
+            and is not kept when another one takes its place.
+        policy: What goes first when the capacity is reached: `lru`, `oldest` or an object.
+
+    Returns:
+        The keeper: `last`, `stats`, `clear`, `set_lora`, `detach`.
+
+    Raises:
+        InvalidValue: For a value that cannot be meant, with its name. Also when `llm` has a
+            keeper already.
+        ModelError: For a closed, embedding or encoder model, with the reason.
+
+    Changes `llm`'s methods until `detach`. Costs a new context and the evaluation of some forty
+    tokens, which prove that this model's states can be kept.
+    """
+    for name, value in (
+        ("segment_tokens", segment_tokens - 1),
+        ("min_step", min_step),
+        ("ctx_checkpoints", ctx_checkpoints),
+        ("capacity_bytes", capacity_bytes or 0),
+    ):
+        if value < 0:
+            raise InvalidValue(f"{name} is too small: {value + (name == 'segment_tokens')}")
+    check_align(align)
+    get_policy(policy)
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, refuse_unfit
+
+    refuse_unfit(llm)
+    if "generate" in vars(llm):
+        raise InvalidValue("this model has a keeper already: detach that first")
+    runtime = LlamaCppRuntime.adopt(llm, segment_tokens=segment_tokens)
+    capacity = default_capacity_bytes() if capacity_bytes is None else capacity_bytes
+    if runtime.traits.segments and capacity < runtime.segment_bytes(segment_tokens):
+        needed = runtime.segment_bytes(segment_tokens)
+        runtime.close()
+        raise InvalidValue(
+            f"capacity_bytes={capacity:,} is below one segment of {segment_tokens} tokens "
+            f"({needed:,} bytes)"
+        )
+    namespace = Namespace(
+        model=fingerprint_file(llm.model_path),
+        layout=runtime.traits.layout.hex(),
+        segment_tokens=segment_tokens,
+        context=runtime.context_settings(llm),
+    )
+    if llm.lora_path:
+        namespace = _with_adapters(namespace, [(llm.lora_path, llm.lora_scale)])
+    tree = PrefixTree(
+        MemoryStore(capacity),
+        runtime.traits,
+        namespace=namespace.digest,
+        segment_tokens=segment_tokens,
+        max_checkpoints=ctx_checkpoints,
+        policy=policy,
+    )
+    keeper = Keeper(
+        llm,
+        runtime,
+        tree,
+        namespace,
+        align=align,
+        min_step=min_step,
+        on_device=checkpoint_on_device,
+    )
+    keeper._hook(llm)
+    return keeper
