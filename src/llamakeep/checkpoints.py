@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from llamakeep.errors import InvalidValue
 from llamakeep.tokens import align_down
@@ -98,5 +99,5 @@ def least_missed(positions: Sequence[int]) -> int:
     """
     if len(positions) < 2:
         raise InvalidValue(f"of {len(positions)} checkpoints none can be dropped")
-    gaps = [after - before for before, after in zip((0, *positions), positions[:-1], strict=True)]
+    gaps = [after - before for before, after in pairwise((0, *positions[:-1]))]
     return positions[gaps.index(min(gaps))]

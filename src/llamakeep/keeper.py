@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +23,7 @@ import numpy as np
 import psutil
 
 from llamakeep.chat import find_starts, user_delimiter
-from llamakeep.checkpoints import (
-    MIN_EVALUATED,
-    best_to_restore,
-    check_align,
-    deepest_resume,
-    positions_to_take,
-)
+from llamakeep.checkpoints import check_align
 from llamakeep.errors import (
     ContextOverflow,
     DecodeError,
@@ -38,15 +31,13 @@ from llamakeep.errors import (
     KeeperBusy,
     KeeperClosed,
     LlamakeepError,
-    RestoreFailed,
-    StateError,
 )
 from llamakeep.fingerprint import Adapter, Namespace, fingerprint_file
-from llamakeep.live import Live
 from llamakeep.policy import Policy, get_policy
-from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
+from llamakeep.sequence import KeptSequence
+from llamakeep.states import Reuse
 from llamakeep.stores.memory import MemoryStore
-from llamakeep.tokens import IntArray, align_down, as_tokens, common_prefix
+from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from llamakeep.tree import PrefixTree
 from llamakeep.turns import OpenStream, Turns
 
@@ -90,10 +81,7 @@ class Keeper:
         runtime: LlamaCppRuntime,
         tree: PrefixTree,
         namespace: Namespace,
-        *,
-        align: int,
-        min_step: int,
-        on_device: bool,
+        sequence: KeptSequence,
     ) -> None:
         self.last: Reuse | None = None
         self.on_progress: Callable[[int, int], None] | None = None
@@ -101,21 +89,15 @@ class Keeper:
         self._runtime = runtime
         self._tree = tree
         self._namespace = namespace
-        self._align = align
-        self._min_step = min_step
-        self._on_device = on_device
-        self._device: DeviceCheckpoint | None = None
+        self._sequence = sequence
         self._turns = Turns()
-        self._live = Live(runtime.n_ctx)
-        self._due: list[int] = []
         self._prompt_end = 0
         self._need_scores = False
         self._in_chat = False
-        self._delimiters: dict[int, IntArray] = {}
+        self._delimiters: dict[str, IntArray] = {}
         self._warned_cache = False
         self._attached = True
         self._totals = {"requests": 0, "reused_tokens": 0, "evaluated_tokens": 0}
-        self._failures: dict[str, int] = {}
 
     def __repr__(self) -> str:
         state = "" if self._attached else " detached"
@@ -131,20 +113,19 @@ class Keeper:
         totals = self._totals
         prompt_tokens = totals["reused_tokens"] + totals["evaluated_tokens"]
         traits, tree = self._runtime.traits, self._tree
-        device_bytes = self._device.device_bytes if self._device is not None else 0
         return {
             **totals,
             "saved_share": totals["reused_tokens"] / prompt_tokens if prompt_tokens else 0.0,
             "used_bytes": tree.store.used_bytes,
             "capacity_bytes": tree.store.capacity_bytes,
-            "device_bytes": device_bytes,
+            "device_bytes": self._sequence.device_bytes,
             "blobs": len(tree.store),
             "nodes": len(tree),
-            "live_tokens": self._live.n_tokens,
+            "live_tokens": self._sequence.live.n_tokens,
             "family": traits.family.value,
             "whole_because": traits.whole_because,
             "policy": tree.policy.name,
-            "failures": dict(self._failures),
+            "failures": dict(self._sequence.failures),
             **asdict(tree.counters),
         }
 
@@ -161,7 +142,7 @@ class Keeper:
         """
         with self._turn() as llm:
             self._tree.clear()
-            self._drop_live(llm)
+            self._clear_context(llm)
 
     def check(self) -> None:
         """Prove that what is counted is what is kept. Costs a visit of every node.
@@ -192,7 +173,7 @@ class Keeper:
         with self._turn() as llm:
             loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
             self._runtime.set_adapters(loaded)
-            self._drop_live(llm)
+            self._clear_context(llm)
             self._namespace = _with_adapters(self._namespace, pairs)
             self._tree.namespace = self._namespace.digest
 
@@ -370,9 +351,9 @@ class Keeper:
             rest = prompt[self._resume(llm, prompt) :]
         else:
             self._sync(llm)
-            self._due = []
-            follow = np.concatenate((self._live.tokens, prompt))
-            if self._live.opaque:
+            self._sequence.due = []
+            follow = np.concatenate((self._sequence.live.tokens, prompt))
+            if self._sequence.live.opaque:
                 self._note(Reuse(0, n_before, "none", "filled by its caller, with more than text"))
             else:
                 self._note(Reuse(n_before, prompt.size, "live", "continued by its caller"))
@@ -391,7 +372,7 @@ class Keeper:
                 accepted.extend(sent or ())
         finally:
             inner.close()
-            self._due = []
+            self._sequence.due = []
             self._save(llm, np.concatenate((follow, as_tokens(accepted))))
 
     def _eval(self, tokens: Sequence[int]) -> None:
@@ -401,117 +382,106 @@ class Keeper:
             end = llm.n_tokens + array.size
             if end > self._runtime.n_ctx:
                 raise ContextOverflow(f"{end} tokens exceed the context of {self._runtime.n_ctx}")
-            try:
-                self._evaluate(llm, array)
-            except BaseException:
-                # Part of a batch may be in the context, or a recurrent state half advanced.
-                self._drop_live(llm)
-                raise
+            self._evaluate(llm, array)
 
     def _evaluate(self, llm: Any, tokens: IntArray) -> None:
+        """Evaluate in the batches that `Llama.eval` would make, cut where a checkpoint is due."""
         if not tokens.size:
             type(llm).eval(llm, [])
             return
-        start, end = llm.n_tokens, llm.n_tokens + tokens.size
-        cuts = {end, *(at for at in self._due if start < at < end)}
-        at = start
-        for cut in sorted(cuts):
-            while at < cut:
-                stop = min(cut, at + llm.n_batch)
-                part = tokens[at - start : stop - start]
-                try:
+        at, start = 0, self._sequence.live.n_tokens
+        try:
+            for cut in self._sequence.cuts(tokens.size):
+                while at < cut - start:
+                    part = tokens[at : min(cut - start, at + llm.n_batch)]
                     type(llm).eval(llm, part.tolist())
-                except RuntimeError as error:
-                    raise DecodeError(f"{error} for {part.size} tokens at {at}") from error
-                if not self._live.opaque:
-                    self._live.append(part, scored=llm._logits_all)
-                at = stop
-                if self.on_progress is not None and stop <= self._prompt_end:
-                    self.on_progress(stop - start, tokens.size)
-            if cut in self._due:
-                self._take_checkpoint(cut)
+                    self._sequence.note_evaluated(part, scored=llm._logits_all)
+                    at += part.size
+                    if self.on_progress is not None and llm.n_tokens <= self._prompt_end:
+                        self.on_progress(at, tokens.size)
+        except BaseException as error:
+            # Part of a batch may be in the context, or a recurrent state half advanced.
+            self._clear_context(llm)
+            if isinstance(error, RuntimeError) and not isinstance(error, LlamakeepError):
+                where = f"{tokens.size - at} tokens at {at}"
+                raise DecodeError(f"{error} while evaluating {where}") from error
+            raise
 
     def _reset(self) -> None:
         with self._turn() as llm:
             type(llm).reset(llm)
-            self._live.forget()
+            self._sequence.live.cut(0)
 
     def _load_state(self, state: Any) -> None:
         with self._turn() as llm:
             try:
                 type(llm).load_state(llm, state)
             except BaseException:
-                self._drop_live(llm)
+                self._clear_context(llm)
                 raise
             # Its tokens are what the state claims, its rows are unknown to us.
-            self._live.forget()
-            self._live.opaque = True
+            self._sequence.live.cut(0)
+            self._sequence.live.opaque = True
 
-    # -- what is live ------------------------------------------------------------------------
+    # -- between the Llama and its sequence --------------------------------------------------
 
-    def _drop_live(self, llm: Any) -> None:
-        """Empty the context and say so everywhere."""
-        self._runtime.clear(0)
-        self._live.forget()
-        self._device = None
-        llm.n_tokens = 0
+    def _clear_context(self, llm: Any) -> None:
+        self._sequence.clear()
+        self._tell(llm)
+
+    def _tell(self, llm: Any) -> None:
+        """Tell the `Llama` what its context holds now."""
+        tokens = self._sequence.live.tokens
+        llm.input_ids[: tokens.size] = tokens
+        llm.n_tokens = int(tokens.size)
         llm._requires_eval = True
 
     def _notice(self, llm: Any) -> None:
         """Take note of what changed behind our back. Evaluates nothing."""
-        live = self._live
+        live = self._sequence.live
         if llm.n_tokens > live.n_tokens:
             live.opaque = True
         elif llm.n_tokens < live.n_tokens or live.opaque:
             live.cut(llm.n_tokens)
-            live.opaque = False
 
     def _sync(self, llm: Any) -> None:
         """Make the context hold exactly what `Llama` counts, before something is added to it."""
         self._notice(llm)
-        live = self._live
+        live = self._sequence.live
         held = self._runtime.positions(0).n_tokens
         if live.opaque or held == live.n_tokens:
             return
         if held > live.n_tokens and self._runtime.can_rewind(0, live.n_tokens):
             return  # `Llama.eval` cuts rows past its own count before it evaluates
         # A recurrent state cannot be cut, and rows that are gone are gone: compute them again.
-        self._rebuild(llm, live.tokens.copy())
-
-    def _rebuild(self, llm: Any, tokens: IntArray) -> None:
-        due, self._due = self._due, []
-        n_reused = self._bring(llm, tokens, limit=tokens.size, align=1)[0]
-        for at in range(n_reused, tokens.size, llm.n_batch):
-            part = tokens[at : at + llm.n_batch]
-            type(llm).eval(llm, part.tolist())
-            self._live.append(part, scored=llm._logits_all)
-        self._due = due
+        tokens, due = live.tokens.copy(), self._sequence.due
+        self._sequence.due = []
+        reached = self._sequence.reach(tokens, limit=tokens.size)
+        self._tell(llm)
+        self._evaluate(llm, tokens[reached.n_tokens :])
+        self._sequence.due = due
 
     def _continues_opaque(self, llm: Any, tokens: Sequence[int]) -> bool:
         """Whether a chat handler of this very call filled the context that it now continues."""
         self._notice(llm)
         return (
-            self._live.opaque
+            self._sequence.live.opaque
             and self._in_chat
             and llm.n_tokens == len(tokens)
             and np.array_equal(llm.input_ids[: len(tokens)], tokens)
         )
 
-    # -- resuming ----------------------------------------------------------------------------
-
     def _resume(self, llm: Any, prompt: IntArray) -> int:
         """Bring the context to the deepest reachable prefix of `prompt`; return its length."""
-        begin = time.perf_counter()
-        common = self._common(prompt)
-        limit = deepest_resume(prompt.size, self._align)
-        n_tokens, tier, match = self._bring(llm, prompt, limit=limit, align=self._align)
-        if tier != self._tree.store.tier:
-            self._tree.touch(prompt, n_tokens)  # a restore counts its own use
-        reason = "" if n_tokens == limit else match.reason
-        took_ms = (time.perf_counter() - begin) * 1e3
-        self._note(Reuse(n_tokens, prompt.size - n_tokens, tier, reason, took_ms))
-        self._plan(llm, prompt, n_tokens, branch=max(match.shared_tokens, common))
-        return n_tokens
+        rolling = self._runtime.traits.rolling and self._in_chat
+        reuse = self._sequence.resume(
+            prompt,
+            user_starts=find_starts(prompt, self._delimiter(llm)) if rolling else (),
+            scored=self._need_scores,
+        )
+        self._tell(llm)
+        self._note(reuse)
+        return reuse.reused_tokens
 
     def _note(self, reuse: Reuse) -> None:
         self.last = reuse
@@ -519,173 +489,26 @@ class Keeper:
         self._totals["reused_tokens"] += reuse.reused_tokens
         self._totals["evaluated_tokens"] += reuse.evaluated_tokens
 
-    def _common(self, prompt: IntArray) -> int:
-        return common_prefix(self._live.tokens, prompt)
-
-    def _plan(self, llm: Any, prompt: IntArray, n_tokens: int, *, branch: int) -> None:
-        """Decide where to take checkpoints while the rest of the prompt is evaluated."""
-        self._due = []
-        if not self._runtime.traits.rolling or not self._tree.max_checkpoints:
-            return
-        delimiter = self._delimiter(llm) if self._in_chat else np.empty(0, np.int32)
-        self._due = positions_to_take(
-            prompt.size,
-            n_tokens,
-            align=self._align,
-            min_step=self._min_step,
-            user_starts=find_starts(prompt, delimiter),
-            branch=branch,
-            present=self._tree.checkpoint_positions(prompt),
-        )
-
     def _delimiter(self, llm: Any) -> IntArray:
+        """Return what stands before a user message in this chat format, found once for each."""
         if llm.chat_handler is not None:
             return np.empty(0, np.int32)  # it may load a picture model, or evaluate
         handler = llm._chat_handlers.get(llm.chat_format)
         if handler is None:
             handler = self._runtime.chat_handler(llm.chat_format)
-        if id(handler) not in self._delimiters:
-            self._delimiters[id(handler)] = user_delimiter(llm, handler)
-        return self._delimiters[id(handler)]
-
-    def _bring(
-        self, llm: Any, prompt: IntArray, *, limit: int, align: int
-    ) -> tuple[int, str, Match]:
-        """Bring the context to at most `limit` tokens of `prompt`; what fails is a miss.
-
-        Returns the tokens it holds, the tier they came from and what the tree had to offer.
-        """
-        if self._need_scores:
-            limit = min(limit, align_down(self._live.n_scores, align))
-        match = self._tree.match_prefix(prompt, limit=limit, align=align)
-        n_live, checkpoint = self._live_candidate(prompt, limit, align)
-        if self._need_scores and n_live < match.n_tokens:
-            match = Match(0, match.shared_tokens, reason="logits of the whole prompt are wanted")
-        if n_live and n_live >= match.n_tokens:
-            try:
-                self._runtime.rewind(0, n_live, checkpoint)
-            except StateError as error:
-                self._failed("rewind", error)
-            else:
-                self._settle(llm, prompt[:n_live], rewound=True)
-                return n_live, "live", match
-        if match.n_tokens:
-            try:
-                if self._restore(prompt, match):
-                    self._settle(llm, prompt[: match.n_tokens])
-                    return match.n_tokens, self._tree.store.tier, match
-                reason = "a stored state was lost"
-            except StateError as error:
-                self._failed("restore", error)
-                self._tree.reject(prompt, match)
-                reason = f"a stored state could not be used: {error}"
-            match = Match(0, match.shared_tokens, reason=reason)
-        self._drop_live(llm)
-        return 0, "none", match
-
-    def _live_candidate(
-        self, prompt: IntArray, limit: int, align: int
-    ) -> tuple[int, Checkpoint | DeviceCheckpoint | None]:
-        """Return the deepest position the live sequence can be cut to, and what that needs."""
-        live, runtime = self._live, self._runtime
-        common = self._common(prompt)
-        held = runtime.positions(0).n_tokens
-        if held < live.n_tokens or not common:
-            return 0, None
-        best = align_down(min(common, limit), align)
-        if best and runtime.can_rewind(0, best):
-            return best, None
-        # Going on from the very end needs nothing; alignment buys nothing after decoded rows.
-        at_end = common == live.n_tokens == held and common <= prompt.size - MIN_EVALUATED
-        if at_end and (live.decoded or common % align == 0):
-            return common, None
-        best, checkpoint = 0, None
-        device = self._device
-        if device is not None and device.position <= min(common, limit):
-            best, checkpoint = device.position, device
-        along = self._tree.checkpoint_positions(prompt)
-        deepest = best_to_restore(along, min(common, limit), align)
-        if deepest > best:
-            match = self._tree.match_prefix(prompt, limit=deepest, align=align)
-            fetched = self._tree.fetch(prompt, match) if match.n_tokens == deepest else None
-            if fetched is not None and fetched[1] is not None:
-                return deepest, fetched[1]
-        return best, checkpoint
-
-    def _restore(self, prompt: IntArray, match: Match) -> bool:
-        with self._tree.pin(prompt):
-            fetched = self._tree.fetch(prompt, match)
-            if fetched is None:
-                return False
-            self._runtime.restore(0, match.n_tokens, *fetched)
-        return True
-
-    def _settle(self, llm: Any, tokens: IntArray, *, rewound: bool = False) -> None:
-        """Tell the log and the `Llama` what the context holds now."""
-        n_scores = self._live.n_scores if rewound else 0
-        self._live.replace(tokens)
-        self._live.n_scores = min(n_scores, tokens.size)
-        if self._device is not None and not (rewound and self._device.position <= tokens.size):
-            self._device = None
-        llm.input_ids[: tokens.size] = tokens
-        llm.n_tokens = int(tokens.size)
-        llm._requires_eval = True
-
-    def _failed(self, what: str, error: LlamakeepError) -> None:
-        self._failures[what] = self._failures.get(what, 0) + 1
-        logger.warning("%s failed, the prompt is evaluated instead: %s", what, error)
-        if isinstance(error, RestoreFailed):
-            self._live.forget()
-            self._device = None
-
-    # -- saving ------------------------------------------------------------------------------
-
-    def _take_checkpoint(self, position: int) -> None:
-        """Keep the rolling state at the end of the context, and the spans before it."""
-        live = self._live
-        if live.opaque or live.n_tokens != position:
-            return
-        tokens = live.tokens.copy()
-        try:
-            if self._on_device and position == max(self._due):
-                self._device = self._runtime.read_device_checkpoint(0)
-                return
-            if self._save_spans(tokens):
-                self._tree.save_checkpoint(
-                    tokens,
-                    n_bytes=self._runtime.checkpoint_bytes(0),
-                    read=lambda: self._runtime.read_checkpoint(0),
-                )
-        except LlamakeepError as error:
-            self._failed("checkpoint", error)
+        if llm.chat_format not in self._delimiters:
+            self._delimiters[llm.chat_format] = user_delimiter(llm, handler)
+        return self._delimiters[llm.chat_format]
 
     def _save(self, llm: Any, accepted: IntArray) -> None:
         """Keep the rows of `accepted`, as far as they are in the context and were accepted."""
-        live = self._live
         if not self._attached or llm._ctx.ctx is None:
             return
-        try:
-            self._notice(llm)
-            n_tokens = common_prefix(live.tokens, accepted)
-            if self._runtime.traits.rolling:
-                return  # nothing past the last checkpoint can be restored
-            if n_tokens < live.n_tokens and not live.opaque:
-                # Rows of draft tokens that were not accepted.
-                self._runtime.rewind(0, n_tokens)
-                live.cut(n_tokens)
-                llm.n_tokens, llm._requires_eval = n_tokens, True
-            self._save_spans(live.tokens[:n_tokens].copy())
-        except LlamakeepError as error:
-            self._failed("save", error)
-
-    def _save_spans(self, tokens: IntArray) -> bool:
-        def read(start: int, end: int) -> Segment:
-            return self._runtime.read_segment(0, start, end)
-
-        saved = self._tree.save(tokens, segment_bytes=self._runtime.segment_bytes, read=read)
-        if saved.refused:
-            logger.info("not everything was kept: %s", saved.refused)
-        return saved.n_tokens == tokens.size
+        self._notice(llm)
+        n_tokens = common_prefix(self._sequence.live.tokens, accepted)
+        if self._sequence.drop_past(n_tokens):
+            llm.n_tokens, llm._requires_eval = n_tokens, True
+        self._sequence.save(n_tokens)
 
 
 def _with_adapters(namespace: Namespace, adapters: Sequence[tuple[str | Path, float]]) -> Namespace:
@@ -778,14 +601,9 @@ def attach(
         max_checkpoints=ctx_checkpoints,
         policy=policy,
     )
-    keeper = Keeper(
-        llm,
-        runtime,
-        tree,
-        namespace,
-        align=align,
-        min_step=min_step,
-        on_device=checkpoint_on_device,
+    sequence = KeptSequence(
+        runtime, tree, align=align, min_step=min_step, on_device=checkpoint_on_device
     )
+    keeper = Keeper(llm, runtime, tree, namespace, sequence)
     keeper._hook(llm)
     return keeper

@@ -1,0 +1,1 @@
+"""Runtimes: what evaluates tokens and hands out their state as bytes."""

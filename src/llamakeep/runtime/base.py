@@ -192,9 +192,7 @@ class Runtime(Protocol):
         """
         ...  # pragma: no cover - protocol
 
-    def copy(
-        self, src: int, dst: int, n_tokens: int, checkpoint: Checkpoint | None = None
-    ) -> None:
+    def copy(self, src: int, dst: int, n_tokens: int, checkpoint: Checkpoint | None = None) -> None:
         """Make `dst` hold the first `n_tokens` of `src`, which is unchanged.
 
         Families with a rolling part need the checkpoint at `n_tokens`, unless it is the end of

@@ -26,6 +26,7 @@ memory types that do not follow it are noticed while learning and kept as whole 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from llamakeep.errors import StateRejected
-from llamakeep.states import Buffer
+from llamakeep.states import Buffer, Segment
 
 MAGIC = 0xAF143CD8
 HEADER_BYTES = 8
@@ -41,9 +42,7 @@ _ENTRY_BYTES = 12
 _EMPTY_KV_BYTES = 8
 
 _CELL = np.dtype([("pos", "<i4"), ("n_seq_id", "<u4"), ("seq_id", "<i4")])
-_CELL_EXT = np.dtype(
-    [("pos", "<i4"), ("n_seq_id", "<u4"), ("ext", "<i4", (3,)), ("seq_id", "<i4")]
-)
+_CELL_EXT = np.dtype([("pos", "<i4"), ("n_seq_id", "<u4"), ("ext", "<i4", (3,)), ("seq_id", "<i4")])
 _RECURRENT_CELL = np.dtype([("pos", "<i4"), ("n_seq_id", "<u4")])
 
 
@@ -152,6 +151,8 @@ class KvLayout:
         cells = self.cells(data, at, n_cells)
         if (cells["n_seq_id"] != 1).any():
             raise StateRejected("a cell belongs to another number of sequences than 1")
+        if cells["seq_id"].any():
+            raise StateRejected("a cell names a sequence: ids were not zeroed, or were changed")
         positions = np.ascontiguousarray(cells["pos"])
         steps = np.diff(positions)
         if (steps < 1).any():
@@ -196,13 +197,15 @@ def learn_kv(data: Buffer, at: int, end: int) -> KvLayout:
     v_trans, n_layer = _u32(data, table_end), _u32(data, table_end + 4)
     if v_trans > 1:
         raise StateRejected(f"unknown value layout {v_trans}")
-    cursor, entries = table_end + 8, []
+    cursor, entries = table_end + 8, list[Entry]()
     while cursor < end:
         entry = _read_entry(data, cursor, transposed=bool(v_trans) and len(entries) >= n_layer)
         entries.append(entry)
         cursor += _ENTRY_BYTES + entry.cell_bytes * n_cells
     if cursor != end or not n_layer <= len(entries) <= 2 * n_layer:
-        raise StateRejected(f"{len(entries)} tensors of {n_layer} layers end at {cursor}, not {end}")
+        raise StateRejected(
+            f"{len(entries)} tensors of {n_layer} layers end at {cursor}, not {end}"
+        )
     return KvLayout(
         extended=extended, v_trans=bool(v_trans), n_layer=n_layer, entries=tuple(entries)
     )
@@ -268,7 +271,9 @@ def learn_recurrent(data: Buffer, at: int, end: int) -> RecurrentLayout:
         entries.append(entry)
         cursor += _ENTRY_BYTES + entry.cell_bytes
     if cursor != end or len(entries) > 2 * n_layer:
-        raise StateRejected(f"{len(entries)} tensors of {n_layer} layers end at {cursor}, not {end}")
+        raise StateRejected(
+            f"{len(entries)} tensors of {n_layer} layers end at {cursor}, not {end}"
+        )
     return RecurrentLayout(n_layer=n_layer, entries=tuple(entries))
 
 
@@ -397,6 +402,33 @@ def check_header(data: Buffer, seq_id: int = 0) -> int:
     if found != seq_id:
         raise StateRejected(f"state is of sequence {found}, not {seq_id}")
     return HEADER_BYTES
+
+
+def check_cover(n_tokens: int, segments: Sequence[Segment], *, needed: bool) -> None:
+    """Check that `segments` follow each other and cover `n_tokens`, by what they say of themselves.
+
+    Args:
+        n_tokens: Tokens to cover.
+        segments: In order; each is used up to the start of the next one.
+        needed: Whether the family has segments; without, there must be none.
+
+    Raises:
+        StateRejected: With what is wrong.
+    """
+    if not needed:
+        if segments:
+            raise StateRejected("this family has no segments")
+        return
+    before, reach = -1, 0
+    for segment in segments:
+        # A later segment may end before the one that it branches off from.
+        if not before < segment.start <= reach:
+            raise StateRejected(
+                f"segment {segment.start} to {segment.end} does not continue from {reach}"
+            )
+        before, reach = segment.start, segment.end
+    if not before < n_tokens <= reach:
+        raise StateRejected(f"segments reach from {before} to {reach}, not to {n_tokens}")
 
 
 def _check_span(positions: npt.NDArray[np.int32], start: int, end: int, what: str) -> None:

@@ -3,16 +3,17 @@
 Everything that llama.cpp would take on trust is checked here: states before they go down
 (`layout`), sizes and positions after every move, and the model itself once at start-up (`_probe`).
 Moves between sequences go through one *spare* sequence of a unified cache, which is empty between
-calls: ``seq_cp(sequence, spare, p0, p1)`` and a read of the spare gives one range of tokens; writing
-the spare and ``seq_cp(spare, sequence, p0, p1)`` puts it back.
+calls: ``seq_cp(sequence, spare, p0, p1)`` and a read of the spare gives one range of tokens;
+writing the spare and ``seq_cp(spare, sequence, p0, p1)`` puts it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,10 +31,11 @@ from llamakeep.errors import (
     StateError,
     StateRejected,
 )
-from llamakeep.runtime.base import Family, Traits
+from llamakeep.runtime.base import Family, Runtime, Traits
 from llamakeep.runtime.layout import (
     HEADER_BYTES,
     StateLayout,
+    check_cover,
     check_header,
     learn_kv,
     learn_recurrent,
@@ -55,6 +57,24 @@ PARTIAL: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 ON_DEVICE: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 _EVERYTHING: Final = -1
 _PROBE_TOKENS: Final = 18
+_COMPUTED_BY: Final = (
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "attention_type",
+    "flash_attn_type",
+    "type_k",
+    "type_v",
+    "offload_kqv",
+    "swa_full",
+)
+
+_generations = itertools.count(1)  # of device checkpoints; never the same twice in a process
 
 
 class _Context:
@@ -107,15 +127,18 @@ class LlamaCppRuntime:
         if self._mem is None:
             raise ModelError("this context has no memory: an encoder keeps no prompt state")
         if llama_cpp.llama_n_seq_max(context.ctx) <= n_seqs:
-            raise ModelError(f"a context for {n_seqs} sequences needs {n_seqs + 1}, one of them spare")
+            raise ModelError(
+                f"a context for {n_seqs} sequences needs {n_seqs + 1}, one of them spare"
+            )
         self.n_seqs = n_seqs
         self._spare = n_seqs
         self.n_ctx = int(llama_cpp.llama_n_ctx(context.ctx))
         self.n_batch = int(llama_cpp.llama_n_batch(context.ctx))
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
-        self.draft = None
+        self.draft: Runtime | None = None
         self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
-        self._device_generation: dict[int, int] = {}
+        self._device_alive: dict[int, tuple[int, int]] = {}  # generation and position, by sequence
+        self._adapters: dict[tuple[str, int, int], Any] = {}
         self._empty: Buffer = np.empty(0, np.uint8)
         self._layout: StateLayout | None = None
         self.traits = self._probe(swa_full, segment_tokens)
@@ -163,7 +186,8 @@ class LlamaCppRuntime:
         """
         for name, value in (("n_ctx", n_ctx), ("n_seqs", n_seqs - 1), ("n_batch", n_batch - 1)):
             if value < 0:
-                raise InvalidValue(f"{name} is too small: {value if name == 'n_ctx' else value + 1}")
+                given = value if name == "n_ctx" else value + 1
+                raise InvalidValue(f"{name} is too small: {given}")
         check_gguf(model_path)
         logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if verbose else logging.ERROR)
         llama_cpp.llama_backend_init()
@@ -291,6 +315,8 @@ class LlamaCppRuntime:
     def logits(self) -> npt.NDArray[np.float32]:
         """Return the logits after the last evaluated token, shape (n_vocab,), a copy."""
         pointer = llama_cpp.llama_get_logits_ith(self._ctx, -1)
+        if not pointer:
+            raise InvalidValue("no logits: nothing was evaluated yet")
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
 
     def positions(self, seq_id: int) -> Positions:
@@ -311,9 +337,7 @@ class LlamaCppRuntime:
         """Read a state into uninitialised memory of its own; ids are still in it."""
         size = self._size(seq_id, flags)
         data = np.empty(size, np.uint8)
-        got = llama_cpp.llama_state_seq_get_data_ext(
-            self._ctx, _pointer(data), size, seq_id, flags
-        )
+        got = llama_cpp.llama_state_seq_get_data_ext(self._ctx, _pointer(data), size, seq_id, flags)
         if got != size or not size:
             raise StateError(f"llama.cpp wrote {got:,} bytes of state, {size:,} were announced")
         return data
@@ -335,12 +359,13 @@ class LlamaCppRuntime:
         """Empty the sequence; its memory is free afterwards."""
         _ = self._ctx
         self._remove(self._seq(seq_id))
+        self._device_alive.pop(seq_id, None)
 
     def clear_all(self) -> None:
         """Empty every sequence."""
         _ = self._ctx
         llama_cpp.llama_memory_clear(self._mem, False)
-        self._device_generation.clear()
+        self._device_alive.clear()
 
     def _clean_up(self, *seq_ids: int) -> bool:
         """Empty sequences after a failure; return whether the whole memory had to be cleared.
@@ -349,15 +374,23 @@ class LlamaCppRuntime:
         """
         for seq_id in seq_ids:
             self._remove(seq_id)
+            self._device_alive.pop(seq_id, None)
         if all(self._size(seq_id, WHOLE) == self._empty_bytes for seq_id in seq_ids):
             return False
         logger.warning("sequences %s could not be emptied; clearing the whole memory", seq_ids)
         self.clear_all()
         return True
 
-    def _failed(self, error: Exception, *seq_ids: int) -> RestoreFailed:
-        cleared_all = self._clean_up(*seq_ids)
-        return RestoreFailed(str(error), cleared_all=cleared_all)
+    @contextlib.contextmanager
+    def _all_or_empty(self, *seq_ids: int) -> Iterator[None]:
+        """Empty the sequences when what happens inside fails, or is interrupted."""
+        try:
+            yield
+        except StateError as error:
+            raise RestoreFailed(str(error), cleared_all=self._clean_up(*seq_ids)) from None
+        except BaseException:
+            self._clean_up(*seq_ids)
+            raise
 
     # -- segments ----------------------------------------------------------------------------
 
@@ -439,8 +472,12 @@ class LlamaCppRuntime:
         flags = PARTIAL | ON_DEVICE
         if self._layout is None:
             raise InvalidValue("this model's state is kept whole: no device checkpoints")
-        generation = self._device_generation.get(seq_id, 0) + 1
-        self._device_generation[seq_id] = generation
+        if self._layout.window:
+            # llama.cpp 0.3.36's commit reuses the buffer of a window of equal size, and aborts when
+            # the new one lies in more pieces (llama_io_write_device, "not enough space").
+            raise InvalidValue("a sliding window cannot be left on the device")
+        generation = next(_generations)
+        self._device_alive[seq_id] = (generation, position)
         data = self._read(seq_id, flags)
         check_header(data, seq_id)
         return DeviceCheckpoint(
@@ -457,13 +494,17 @@ class LlamaCppRuntime:
         if checkpoint.context != (ctypes.cast(self._ctx, ctypes.c_void_p).value or 0):
             raise StateRejected("device checkpoint belongs to another context")
         if checkpoint.seq_id != seq_id:
-            raise StateRejected(f"device checkpoint is of sequence {checkpoint.seq_id}, not {seq_id}")
-        if checkpoint.generation != self._device_generation.get(seq_id):
-            raise StateRejected("device checkpoint was overwritten by a newer one")
+            raise StateRejected(
+                f"device checkpoint is of sequence {checkpoint.seq_id}, not {seq_id}"
+            )
+        if self._device_alive.get(seq_id) != (checkpoint.generation, checkpoint.position):
+            raise StateRejected("device checkpoint is gone: overwritten, or its sequence was")
         check_header(checkpoint.data, seq_id)
         expected = self._size(seq_id, PARTIAL | ON_DEVICE)
-        if checkpoint.data.size != expected and not self._known.window:
-            raise StateRejected(f"device checkpoint has {checkpoint.data.size} bytes, not {expected}")
+        if checkpoint.data.size != expected:
+            raise StateRejected(
+                f"device checkpoint has {checkpoint.data.size} bytes, not {expected}"
+            )
 
     # -- restoring ---------------------------------------------------------------------------
 
@@ -476,27 +517,26 @@ class LlamaCppRuntime:
     ) -> None:
         """Make the sequence hold the first `n_tokens` of a prompt. See `Runtime.restore`."""
         self._seq(seq_id)
+        _ = self._ctx
         if not 0 < n_tokens <= self.n_ctx:
             raise StateRejected(f"{n_tokens} tokens do not fit into a context of {self.n_ctx}")
         if self._layout is None:
             self._restore_whole(seq_id, n_tokens, segments, checkpoint)
             return
         n_window = self._check_restore(n_tokens, segments, checkpoint)
-        try:
-            self._remove(seq_id)
+        with self._all_or_empty(seq_id, self._spare):
+            self.clear(seq_id)
             self._place(seq_id, n_tokens, segments)
-            if checkpoint is not None:
+            if checkpoint is not None and self.traits.rolling:
                 self._write(seq_id, checkpoint.data, PARTIAL)
             self._verify(seq_id, n_tokens, n_window)
-        except RestoreFailed as error:
-            raise self._failed(error, seq_id, self._spare) from None
 
     def _check_restore(
         self, n_tokens: int, segments: Sequence[Segment], checkpoint: Checkpoint | None
     ) -> int:
         """Check everything that will go down; return the window cells to expect."""
         layout = self._known
-        _check_cover(n_tokens, segments, needed=self.traits.segments)
+        check_cover(n_tokens, segments, needed=self.traits.segments)
         for segment in segments:
             layout.check_segment(segment.data, segment.start, segment.end)
         if not self.traits.rolling:
@@ -527,10 +567,9 @@ class LlamaCppRuntime:
         found = self.positions(seq_id)
         if self.traits.family.has_recurrent:
             first = n_tokens - 1
-        elif self.traits.rolling:
-            first = n_tokens - n_window
         else:
-            first = 0
+            # Further back, full-size window caches give up rows when others need their cells.
+            first = n_tokens - n_window if self._known.window else 0
         if found.pos_max != n_tokens - 1 or found.pos_min > first:
             raise RestoreFailed(
                 f"sequence holds positions {found.pos_min} to {found.pos_max} after the move, "
@@ -547,8 +586,8 @@ class LlamaCppRuntime:
         if segments or checkpoint is None or checkpoint.position != n_tokens:
             raise StateRejected(f"a whole state of {n_tokens} tokens is needed, nothing else")
         check_header(checkpoint.data)
-        try:
-            self._remove(seq_id)
+        with self._all_or_empty(seq_id):
+            self.clear(seq_id)
             self._write(seq_id, checkpoint.data, WHOLE)
             found, size = self.positions(seq_id), self._size(seq_id, WHOLE)
             if found.pos_max != n_tokens - 1 or size != checkpoint.data.size:
@@ -556,8 +595,6 @@ class LlamaCppRuntime:
                     f"sequence ends at {found.pos_max} with {size:,} bytes after the move, not at "
                     f"{n_tokens - 1} with {checkpoint.data.size:,}"
                 )
-        except RestoreFailed as error:
-            raise self._failed(error, seq_id) from None
 
     # -- rewinding and copying ---------------------------------------------------------------
 
@@ -566,7 +603,7 @@ class LlamaCppRuntime:
         held = self.positions(seq_id)
         if n_tokens == held.n_tokens or n_tokens == 0:
             return True
-        if n_tokens > held.n_tokens or self.traits.whole_because:
+        if not 0 < n_tokens < held.n_tokens or self.traits.whole_because:
             return False
         if self.traits.family.has_recurrent:
             return False
@@ -599,32 +636,20 @@ class LlamaCppRuntime:
             self._check_device(checkpoint, seq_id)
             if checkpoint.position != n_tokens:
                 raise StateRejected(f"checkpoint is at {checkpoint.position}, not {n_tokens}")
-            n_window = -1
+            n_window = 0
         else:
             n_window = self._check_checkpoint(checkpoint, n_tokens)
-        try:
+        with self._all_or_empty(seq_id):
             if checkpoint is not None:
                 flags = PARTIAL | (ON_DEVICE if isinstance(checkpoint, DeviceCheckpoint) else 0)
                 self._write(seq_id, checkpoint.data, flags)
             if not self._remove(seq_id, n_tokens):
                 raise RestoreFailed(f"llama.cpp could not cut the sequence back to {n_tokens}")
-            if n_window < 0:
-                n_window = self._window_cells(seq_id)
             self._verify(seq_id, n_tokens, n_window)
-        except RestoreFailed as error:
-            raise self._failed(error, seq_id) from None
+        if n_tokens < self._device_alive.get(seq_id, (0, 0))[1]:
+            del self._device_alive[seq_id]  # other tokens may follow than those it is of
 
-    def _window_cells(self, seq_id: int) -> int:
-        """Return the window cells that a device checkpoint brought back, which it does not say."""
-        if self._known.window is None:
-            return 0
-        data = self._read(seq_id, PARTIAL)
-        self._known.zero_checkpoint_ids(data)
-        return self._known.check_checkpoint(data, self.positions(seq_id).n_tokens)
-
-    def copy(
-        self, src: int, dst: int, n_tokens: int, checkpoint: Checkpoint | None = None
-    ) -> None:
+    def copy(self, src: int, dst: int, n_tokens: int, checkpoint: Checkpoint | None = None) -> None:
         """Make `dst` hold the first `n_tokens` of `src`. See `Runtime.copy`."""
         held = self.positions(src)
         self._seq(dst)
@@ -634,7 +659,9 @@ class LlamaCppRuntime:
             raise InvalidValue(f"cannot copy {n_tokens} tokens: the sequence holds {held.n_tokens}")
         if self.traits.rolling and checkpoint is None:
             if n_tokens != held.n_tokens:
-                raise InvalidValue(f"copying {n_tokens} of {held.n_tokens} tokens needs a checkpoint")
+                raise InvalidValue(
+                    f"copying {n_tokens} of {held.n_tokens} tokens needs a checkpoint"
+                )
             checkpoint = self.read_checkpoint(src)
         if not self.traits.segments:
             self.restore(dst, n_tokens, (), checkpoint)
@@ -648,14 +675,12 @@ class LlamaCppRuntime:
             self.restore(dst, n_tokens, parts)
             return
         n_window = self._check_checkpoint(checkpoint, n_tokens) if self.traits.rolling else 0
-        try:
-            self._remove(dst)
+        with self._all_or_empty(dst):
+            self.clear(dst)
             self._copy(src, dst, 0, n_tokens)
             if checkpoint is not None and self.traits.rolling:
                 self._write(dst, checkpoint.data, PARTIAL)
             self._verify(dst, n_tokens, n_window)
-        except RestoreFailed as error:
-            raise self._failed(error, dst) from None
 
     # -- adapters ----------------------------------------------------------------------------
 
@@ -666,14 +691,30 @@ class LlamaCppRuntime:
             ModelError: When it is missing or of another model, with its path.
         """
         check_gguf(path)
-        adapter = llama_cpp.llama_adapter_lora_init(self._model, str(path).encode())
-        if adapter is None:
-            raise ModelError(f"llama.cpp could not load the LoRA adapter {path}")
-        return adapter
+        stat = Path(path).stat()
+        key = (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
+        if key not in self._adapters:
+            adapter = llama_cpp.llama_adapter_lora_init(self._model, str(path).encode())
+            if adapter is None:
+                raise ModelError(f"llama.cpp could not load the LoRA adapter {path}")
+            self._adapters[key] = adapter
+        return self._adapters[key]
 
     def set_adapters(self, adapters: Sequence[tuple[Any, float]]) -> None:
         """Apply LoRA adapters (and their scales) to the context, instead of those before."""
         _set_adapters(self._ctx, adapters)
+
+    # -- what only a `Llama` has --------------------------------------------------------------
+
+    @staticmethod
+    def chat_handler(chat_format: str) -> Any:
+        """Return llama-cpp-python's handler of a named chat format."""
+        return llama_cpp.llama_chat_format.get_chat_completion_handler(chat_format)
+
+    @staticmethod
+    def context_settings(llm: Any) -> dict[str, int | float | str | bool]:
+        """Return the settings of a `Llama`'s context that change what is computed."""
+        return {name: getattr(llm.context_params, name) for name in _COMPUTED_BY}
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -687,7 +728,8 @@ class LlamaCppRuntime:
             self._empty = self._read(self._spare, PARTIAL)
             self._empty[4:HEADER_BYTES] = 0
             frozen(self._empty)
-            self.traits = Traits(family, family.has_rows, family is not Family.ATTENTION and not dense)
+            rolling = family is not Family.ATTENTION and not dense
+            self.traits = Traits(family, family.has_rows, rolling)
             self._prove(family, n_swa, dense)
         except (StateError, DecodeError, InvalidValue) as error:
             logger.warning("this model's states are kept whole, not in segments: %s", error)
@@ -754,7 +796,7 @@ class LlamaCppRuntime:
         window_end = whole.size
         if family.has_window:
             if family.has_recurrent:
-                # With the recurrent part dropped, what is left in front of its empty form is window.
+                # With the recurrent part dropped, what is left before its empty form is window.
                 self._copy(0, self._spare, 0, self.positions(0).n_tokens)
                 self._write(self._spare, self._empty, PARTIAL)
                 left = self._size(self._spare, PARTIAL) - self._empty.size
@@ -791,22 +833,6 @@ def _host(checkpoint: Checkpoint | DeviceCheckpoint | None) -> Checkpoint | None
     if isinstance(checkpoint, DeviceCheckpoint):
         raise StateRejected("a whole state cannot come from the device")
     return checkpoint
-
-
-def _check_cover(n_tokens: int, segments: Sequence[Segment], *, needed: bool) -> None:
-    if not needed:
-        if segments:
-            raise StateRejected("this family has no segments")
-        return
-    before, reach = -1, 0
-    for segment in segments:
-        if not before < segment.start <= reach or (segment.start and before < 0):
-            raise StateRejected(
-                f"segment {segment.start} to {segment.end} does not continue from {reach}"
-            )
-        before, reach = segment.start, segment.end
-    if not before < n_tokens <= reach:
-        raise StateRejected(f"segments reach from {before} to {reach}, not to {n_tokens}")
 
 
 def _set_adapters(ctx: Any, adapters: Sequence[tuple[Any, float]]) -> None:

@@ -1,0 +1,359 @@
+"""One sequence of a runtime and the tree that keeps what it computes.
+
+The sequence knows its tokens by its own log. Before a prompt is evaluated it is brought to the
+deepest position that can be reached without evaluating (`resume`); while the prompt is evaluated
+it takes checkpoints where they were planned (`note_evaluated`); afterwards it saves what the tree
+lacks (`save`). Who evaluates, a `Llama` or an engine, is not its business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamakeep.checkpoints import (
+    MIN_EVALUATED,
+    best_to_restore,
+    deepest_resume,
+    positions_to_take,
+)
+from llamakeep.errors import LlamakeepError, RestoreFailed, StateError
+from llamakeep.runtime.base import Runtime
+from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
+from llamakeep.tokens import IntArray, align_down, common_prefix
+from llamakeep.tree import PrefixTree
+
+logger = logging.getLogger("llamakeep")
+
+
+class Live:
+    """What a sequence holds: the tokens we saw evaluated, and what happened behind our back.
+
+    Attributes:
+        n_tokens: Tokens whose rows we know, from the first on.
+        opaque: Positions past them were filled by somebody else (pictures, a loaded state).
+        decoded: The last row was evaluated by itself, as generated tokens are.
+        n_scores: Leading rows whose logits somebody still has.
+    """
+
+    def __init__(self, n_ctx: int) -> None:
+        self._tokens = np.empty(n_ctx, np.int32)
+        self.n_tokens = 0
+        self.opaque = False
+        self.decoded = False
+        self.n_scores = 0
+
+    @property
+    def tokens(self) -> IntArray:
+        """The tokens whose rows are known: a view, good until the next change."""
+        return self._tokens[: self.n_tokens]
+
+    def append(self, tokens: IntArray, *, scored: bool = False) -> None:
+        """Note that `tokens` were evaluated, with logits for each of them or for the last."""
+        start, self.n_tokens = self.n_tokens, self.n_tokens + tokens.size
+        self._tokens[start : self.n_tokens] = tokens
+        self.decoded = tokens.size == 1
+        if scored and self.n_scores >= start:
+            self.n_scores = self.n_tokens
+
+    def cut(self, n_tokens: int) -> None:
+        """Note that everything past the first `n_tokens` is gone."""
+        self.decoded = self.decoded and n_tokens == self.n_tokens
+        self.n_tokens = min(self.n_tokens, n_tokens)
+        self.n_scores = min(self.n_scores, n_tokens)
+        self.opaque = False
+
+    def replace(self, tokens: IntArray) -> None:
+        """Note that the sequence holds exactly `tokens`, none of them scored."""
+        self.n_tokens = self.n_scores = 0
+        self.append(tokens)
+        self.opaque = self.decoded = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where `reach` brought a sequence: tokens held, the tier they came from, the tree's offer."""
+
+    n_tokens: int
+    tier: str
+    match: Match
+
+
+class KeptSequence:
+    """One sequence, its log, and the tree below it. One thread at a time, the context's owner.
+
+    Args:
+        runtime: Holds the sequence.
+        tree: Keeps its states.
+        seq_id: Which sequence.
+        align: Prompts are resumed at multiples of this.
+        min_step: Least distance in tokens between checkpoints at user messages.
+        on_device: Leave the newest checkpoint in the context's own buffers.
+
+    Attributes:
+        live: What the sequence holds.
+        due: Positions at which a checkpoint will be taken, ascending.
+        failures: How often a restore, rewind, checkpoint or save failed.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tree: PrefixTree,
+        seq_id: int = 0,
+        *,
+        align: int = 8,
+        min_step: int = 512,
+        on_device: bool = False,
+    ) -> None:
+        self.live = Live(runtime.n_ctx)
+        self.due: list[int] = []
+        self.failures: dict[str, int] = {}
+        self._runtime = runtime
+        self._tree = tree
+        self._seq_id = seq_id
+        self._align = align
+        self._min_step = min_step
+        self._on_device = on_device
+        self._device: DeviceCheckpoint | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the sequence's checkpoint occupies in buffers of the context."""
+        return self._device.device_bytes if self._device is not None else 0
+
+    def clear(self) -> None:
+        """Empty the sequence; what is kept stays kept."""
+        self._runtime.clear(self._seq_id)
+        self._empty()
+
+    def _empty(self) -> None:
+        self.live.cut(0)
+        self._device = None
+
+    # -- resuming ----------------------------------------------------------------------------
+
+    def resume(
+        self,
+        prompt: IntArray,
+        *,
+        user_starts: Sequence[int] = (),
+        scored: bool = False,
+    ) -> Reuse:
+        """Bring the sequence to the deepest reachable prefix of `prompt`, and plan checkpoints.
+
+        Args:
+            prompt: What will be evaluated; the rest of it is for the caller to evaluate.
+            user_starts: Positions where a user message starts, ascending.
+            scored: Reuse only rows whose logits somebody still has.
+
+        Returns:
+            How far it got, and why no further. Never fails: what cannot be used is a miss.
+        """
+        begin = time.perf_counter()
+        common = common_prefix(self.live.tokens, prompt)
+        limit = deepest_resume(prompt.size, self._align)
+        reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)
+        if reached.tier != self._tree.store.tier:
+            self._tree.touch(prompt, reached.n_tokens)  # a restore counts its own use
+        self.due = []
+        if self._runtime.traits.rolling and self._tree.max_checkpoints:
+            self.due = positions_to_take(
+                prompt.size,
+                reached.n_tokens,
+                align=self._align,
+                min_step=self._min_step,
+                user_starts=user_starts,
+                branch=max(reached.match.shared_tokens, common),
+                present=self._tree.checkpoint_positions(prompt),
+            )
+        return Reuse(
+            reached.n_tokens,
+            prompt.size - reached.n_tokens,
+            reached.tier,
+            "" if reached.n_tokens == limit else reached.match.reason,
+            restore_ms=(time.perf_counter() - begin) * 1e3,
+        )
+
+    def reach(
+        self, prompt: IntArray, *, limit: int, align: int = 1, scored: bool = False
+    ) -> Reached:
+        """Bring the sequence to at most `limit` tokens of `prompt`. See `resume`."""
+        if scored:
+            limit = min(limit, align_down(self.live.n_scores, align))
+        match = self._tree.match_prefix(prompt, limit=limit, align=align)
+        n_live, checkpoint = self._live_candidate(prompt, limit, align)
+        if scored and n_live < match.n_tokens:
+            match = Match(0, match.shared_tokens, reason="logits of the whole prompt are wanted")
+        if n_live and n_live >= match.n_tokens:
+            try:
+                self._runtime.rewind(self._seq_id, n_live, checkpoint)
+            except StateError as error:
+                self._failed("rewind", error)
+            else:
+                self._settle(prompt[:n_live], n_scores=min(self.live.n_scores, n_live))
+                return Reached(n_live, "live", match)
+        if match.n_tokens:
+            reason = self._restore(prompt, match)
+            if not reason:
+                self._settle(prompt[: match.n_tokens])
+                return Reached(match.n_tokens, self._tree.store.tier, match)
+            match = Match(0, match.shared_tokens, reason=reason)
+        self.clear()
+        return Reached(0, "none", match)
+
+    def _live_candidate(
+        self, prompt: IntArray, limit: int, align: int
+    ) -> tuple[int, Checkpoint | DeviceCheckpoint | None]:
+        """Return the deepest position the live sequence can be cut to, and what that needs."""
+        live, runtime, seq_id = self.live, self._runtime, self._seq_id
+        common = common_prefix(live.tokens, prompt)
+        held = runtime.positions(seq_id).n_tokens
+        if held < live.n_tokens or not common:
+            return 0, None
+        best = align_down(min(common, limit), align)
+        if best and runtime.can_rewind(seq_id, best):
+            return best, None
+        # Going on from the very end needs nothing; alignment buys nothing after decoded rows.
+        at_end = common == live.n_tokens == held and common <= prompt.size - MIN_EVALUATED
+        if at_end and (live.decoded or common % align == 0):
+            return common, None
+        best, checkpoint = 0, None
+        device = self._device
+        if device is not None and device.position <= min(common, limit):
+            best, checkpoint = device.position, device
+        along = self._tree.checkpoint_positions(prompt)
+        deepest = best_to_restore(along, min(common, limit), align)
+        if deepest > best:
+            match = self._tree.match_prefix(prompt, limit=deepest, align=align)
+            fetched = self._tree.fetch(prompt, match) if match.n_tokens == deepest else None
+            if fetched is not None and fetched[1] is not None:
+                return deepest, fetched[1]
+        return best, checkpoint
+
+    def _restore(self, prompt: IntArray, match: Match) -> str:
+        """Restore a match; return why it could not be done, or nothing."""
+        try:
+            with self._tree.pin(prompt):
+                fetched = self._tree.fetch(prompt, match)
+                if fetched is None:
+                    return "a stored state was lost"
+                self._runtime.restore(self._seq_id, match.n_tokens, *fetched)
+        except StateError as error:
+            self._failed("restore", error)
+            self._tree.reject(prompt, match)
+            return f"a stored state could not be used: {error}"
+        return ""
+
+    def _settle(self, tokens: IntArray, *, n_scores: int = 0) -> None:
+        device = self._device
+        stays = device is not None and device.position <= common_prefix(self.live.tokens, tokens)
+        self._device = device if stays else None
+        self.live.replace(tokens)
+        self.live.n_scores = n_scores
+
+    def _failed(self, what: str, error: LlamakeepError) -> None:
+        self.failures[what] = self.failures.get(what, 0) + 1
+        logger.warning("%s failed, the prompt is evaluated instead: %s", what, error)
+        if isinstance(error, RestoreFailed):
+            self._empty()
+
+    # -- evaluating --------------------------------------------------------------------------
+
+    def cuts(self, n_tokens: int) -> list[int]:
+        """Return where to stop while `n_tokens` more are evaluated, the end included.
+
+        Call `note_evaluated` at each stop, before going on.
+        """
+        start, end = self.live.n_tokens, self.live.n_tokens + n_tokens
+        return sorted({end, *(position for position in self.due if start < position < end)})
+
+    def note_evaluated(self, tokens: IntArray, *, scored: bool = False) -> None:
+        """Note that `tokens` were evaluated; take a checkpoint where one is due."""
+        if self.live.opaque or not tokens.size:
+            return
+        self.live.append(tokens, scored=scored)
+        if self.live.n_tokens in self.due:
+            self._take_checkpoint()
+
+    def advance(self, tokens: IntArray) -> None:
+        """Evaluate `tokens` through the runtime, with checkpoints where they are due.
+
+        Raises:
+            TokenError: For an id outside the vocabulary; nothing is evaluated.
+            ContextOverflow: When they do not fit; nothing is evaluated.
+            DecodeError: When the runtime fails; the sequence is empty then.
+        """
+        start = self.live.n_tokens
+        try:
+            for cut in self.cuts(tokens.size):
+                part = tokens[self.live.n_tokens - start : cut - start]
+                self._runtime.evaluate(self._seq_id, part)
+                self.note_evaluated(part)
+        except LlamakeepError:
+            if self._runtime.positions(self._seq_id).n_tokens != self.live.n_tokens:
+                self.clear()
+            raise
+
+    def _take_checkpoint(self) -> None:
+        """Keep the rolling state at the end of the sequence, and the spans before it."""
+        tokens = self.live.tokens.copy()
+        try:
+            if self._on_device and self.live.n_tokens == max(self.due):
+                self._device = self._runtime.read_device_checkpoint(self._seq_id)
+            elif self._save_spans(tokens):
+                self._tree.save_checkpoint(
+                    tokens,
+                    n_bytes=self._runtime.checkpoint_bytes(self._seq_id),
+                    read=lambda: self._runtime.read_checkpoint(self._seq_id),
+                )
+        except StateError as error:
+            self._failed("checkpoint", error)
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def drop_past(self, n_tokens: int) -> bool:
+        """Cut rows past `n_tokens`, of drafts nobody accepted; return whether there were any.
+
+        A recurrent state cannot be cut: there the rows stay, known for what they are.
+        """
+        live, runtime = self.live, self._runtime
+        if (
+            live.opaque
+            or n_tokens >= live.n_tokens
+            or not runtime.can_rewind(self._seq_id, n_tokens)
+        ):
+            return False
+        try:
+            runtime.rewind(self._seq_id, n_tokens)
+        except StateError as error:
+            self._failed("rewind", error)
+        live.cut(n_tokens)
+        return True
+
+    def save(self, n_tokens: int | None = None) -> None:
+        """Keep the rows of the first `n_tokens` that are live; None for all of them.
+
+        A family with a rolling part keeps nothing past its last checkpoint, which `note_evaluated`
+        took care of. Never fails: what cannot be kept is counted and logged.
+        """
+        if self._runtime.traits.rolling:
+            return
+        end = self.live.n_tokens if n_tokens is None else min(n_tokens, self.live.n_tokens)
+        try:
+            self._save_spans(self.live.tokens[:end].copy())
+        except StateError as error:
+            self._failed("save", error)
+
+    def _save_spans(self, tokens: IntArray) -> bool:
+        def read(start: int, end: int) -> Segment:
+            return self._runtime.read_segment(self._seq_id, start, end)
+
+        saved = self._tree.save(tokens, segment_bytes=self._runtime.segment_bytes, read=read)
+        if saved.refused:
+            logger.info("not everything was kept: %s", saved.refused)
+        return saved.n_tokens == tokens.size

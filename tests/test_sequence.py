@@ -1,0 +1,165 @@
+"""`KeptSequence` on the fake runtime: every memory family, without a model.
+
+The fake's logits are a function of all state the family attends to, so they are equal to a cold
+run's only where the sequence holds exactly what it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamakeep.errors import RestoreFailed, StateError
+from llamakeep.runtime.base import Family
+from llamakeep.runtime.fake import OPERATIONS, FakeRuntime
+from llamakeep.sequence import KeptSequence
+from llamakeep.stores.memory import MemoryStore
+from llamakeep.tokens import IntArray
+from llamakeep.tree import PrefixTree
+
+KINDS: list[Any] = [
+    *(pytest.param({"family": family}, id=family.value) for family in Family),
+    pytest.param({"family": Family.SWA, "dense": True}, id="swa-dense"),
+    pytest.param({"family": Family.HYBRID, "whole": True}, id="whole"),
+]
+
+
+def tokens_of(n: int, seed: int) -> IntArray:
+    """Return `n` random tokens."""
+    return np.random.default_rng(seed).integers(0, 50_000, n, dtype=np.int32)
+
+
+def joined(*parts: IntArray) -> IntArray:
+    """Return the parts one after the other."""
+    return np.concatenate(parts)
+
+
+class Served:
+    """A sequence with a tree, and a second runtime for cold answers."""
+
+    def __init__(self, kind: dict[str, Any], *, capacity: int = 1 << 24, **options: Any) -> None:
+        self.runtime = FakeRuntime(**kind, n_seqs=2)
+        self.cold = FakeRuntime(**kind, n_seqs=1)
+        self.tree = PrefixTree(
+            MemoryStore(capacity), self.runtime.traits, segment_tokens=64, max_checkpoints=8
+        )
+        self.sequences = [
+            KeptSequence(self.runtime, self.tree, seq_id, **options) for seq_id in range(2)
+        ]
+
+    def ask(self, prompt: IntArray, seq_id: int = 0) -> int:
+        """Serve a prompt, compare with a cold run, and return the reused tokens."""
+        sequence = self.sequences[seq_id]
+        reuse = sequence.resume(prompt)
+        assert reuse.reused_tokens + reuse.evaluated_tokens == prompt.size
+        assert reuse.evaluated_tokens >= 2 or not prompt.size >= 2
+        sequence.advance(prompt[reuse.reused_tokens :])
+        sequence.save()
+        self.cold.clear(0)
+        self.cold.evaluate(0, prompt)
+        assert np.array_equal(self.runtime.logits(), self.cold.logits())
+        self.tree.check()
+        return reuse.reused_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grow_branch_edit_repeat_and_return(kind: dict[str, Any]) -> None:
+    served = Served(kind)
+    system, first = tokens_of(300, 1), tokens_of(141, 2)
+    prompt = joined(system, first)
+    assert served.ask(prompt) == 0
+    assert served.ask(prompt) == 432
+    longer = joined(prompt, tokens_of(90, 3))
+    assert served.ask(longer) >= 432
+    served.ask(joined(system, tokens_of(77, 4)))
+    assert served.ask(joined(system, tokens_of(50, 5))) == 296
+    assert served.ask(longer) == 528
+    served.ask(joined(longer[:400], tokens_of(60, 6)))
+    assert served.ask(longer[:440]) >= 0
+    assert served.ask(longer) == 528
+    assert served.sequences[0].failures == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_16_what_one_sequence_computed_serves_the_other(kind: dict[str, Any]) -> None:
+    served = Served(kind)
+    prompt = tokens_of(400, 1)
+    served.ask(prompt, 0)
+    assert served.ask(joined(prompt[:392], tokens_of(30, 2)), 1) == 392
+
+
+def failing(operation: str) -> Callable[[str], None]:
+    """Return a hook that lets every such operation fail."""
+
+    def fail(current: str) -> None:
+        if current == operation:
+            raise RestoreFailed("broken by the test") if ":" in current else StateError("broken")
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("re")])
+def test_a_runtime_that_fails_costs_time_and_nothing_else(
+    kind: dict[str, Any], operation: str
+) -> None:
+    served = Served(kind)
+    prompts = [tokens_of(300, 1), tokens_of(200, 2)]
+    prompts.append(joined(prompts[0][:150], tokens_of(80, 3)))
+    served.ask(prompts[0])
+    served.runtime.failures = failing(operation)
+    for prompt in (*prompts, prompts[0], prompts[2]):
+        served.ask(prompt)
+    served.runtime.failures = None
+    for prompt in prompts * 2:
+        served.ask(prompt)
+    assert served.ask(prompts[0]) >= 288
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_capacity_is_enough_to_answer(kind: dict[str, Any]) -> None:
+    for capacity in (0, 900, 2_500, 7_000, 20_000):
+        served = Served(kind, capacity=capacity)
+        store = served.tree.store
+        assert isinstance(store, MemoryStore)
+        for seed in (1, 2, 1, 3, 1, 4, 2):
+            served.ask(joined(tokens_of(100, 0), tokens_of(60 + 17 * seed, seed)))
+            assert store.peak_bytes <= capacity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_walks_through_prompts_are_always_right(kind: dict[str, Any]) -> None:
+    rng = np.random.default_rng(7)
+    served = Served(kind, capacity=30_000, align=4)
+    known = [tokens_of(150, 0)]
+    for step in range(60):
+        base = known[rng.integers(len(known))]
+        kept = base[: rng.integers(1, base.size + 1)]
+        prompt = joined(kept, tokens_of(int(rng.integers(1, 60)), 100 + step))[:700]
+        known.append(prompt)
+        served.ask(prompt, int(rng.integers(2)))
+
+
+def test_live_rows_that_were_decoded_are_continued_where_they_end() -> None:
+    served = Served({"family": Family.HYBRID})
+    sequence = served.sequences[0]
+    prompt = tokens_of(100, 1)
+    served.ask(prompt)
+    answer = tokens_of(7, 2)
+    for token in answer:
+        sequence.advance(np.array([token], np.int32))
+    assert served.ask(joined(prompt, answer, tokens_of(20, 3))) == 107
+
+
+def test_advance_that_fails_leaves_an_empty_or_known_sequence() -> None:
+    served = Served({"family": Family.HYBRID})
+    sequence, prompt = served.sequences[0], tokens_of(100, 1)
+    served.runtime.fail("evaluate")
+    with pytest.raises(Exception, match=r".") as raised:
+        sequence.advance(prompt)
+    assert not isinstance(raised.value, StateError)
+    assert sequence.live.n_tokens == served.runtime.positions(0).n_tokens
+    served.ask(prompt)
