@@ -71,13 +71,25 @@ def user_delimiter(llm: Any, handler: Any) -> IntArray:
         return nothing
     before = text[: text.index(_FIRST)]
     between = text[text.index(_ANSWER) + len(_ANSWER) : text.index(_SECOND)]
+    # Spaces at the end may become one token with the text behind them.
+    return _shared_end(llm, before.rstrip(), between.rstrip())
+
+
+def _shared_end(llm: Any, before: str, between: str) -> IntArray:
+    """Return the tokens that both texts end with."""
+
+    def tokens_of(text: str) -> list[int]:
+        return list(llm.tokenize(text.encode(), add_bos=False, special=True)) if text else []
+
     shared = 0
     while shared < min(len(before), len(between)) and before[-1 - shared] == between[-1 - shared]:
         shared += 1
-    delimiter = between[len(between) - shared :]
-    if not delimiter.strip():
-        return nothing
-    return as_tokens(llm.tokenize(delimiter.encode(), add_bos=False, special=True))
+    # Other tokens may end alike, such as "<s>" and "</s>": both are cut between tokens only.
+    for n in range(shared, 0, -1):
+        end = tokens_of(between[-n:])
+        if all(tokens_of(text) == tokens_of(text[:-n]) + end for text in (before, between)):
+            return as_tokens(end)
+    return np.empty(0, np.int32)
 
 
 def find_starts(tokens: IntArray, delimiter: IntArray) -> list[int]:

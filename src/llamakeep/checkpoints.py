@@ -66,17 +66,19 @@ def positions_to_take(
     Returns:
         Ascending positions in (resume, n_tokens].
     """
+    known = frozenset(present)
     deepest = deepest_resume(n_tokens, align)
-    wanted = {deepest, align_down(min(branch, deepest), align)}
     starts = [align_down(start, align) for start in user_starts if start <= deepest]
-    wanted.update(starts[-1:])
-    taken = sorted({0, *present, *wanted})
+    wanted = {deepest, align_down(min(branch, deepest), align), *starts[-1:]}
+    wanted = {position for position in wanted if position > resume}
+    # What lies before `resume` and is not there will not be: it is no step to count from.
+    taken = sorted({0, *known, *wanted})
     for start in starts[:-1]:
         before = taken[bisect_right(taken, start) - 1]
-        if start - before >= min_step:
+        if start > resume and start - before >= min_step:
             taken.insert(bisect_right(taken, start), start)
             wanted.add(start)
-    return sorted(wanted.difference(present, range(0, resume + 1)))
+    return sorted(wanted - known)
 
 
 def best_to_restore(positions: Iterable[int], limit: int, align: int) -> int:

@@ -65,7 +65,7 @@ def _llamakeep(
         ),
     ] = False,
 ) -> None:
-    r"""Keep what llama.cpp computes for a prompt, so that no prefix is evaluated twice.
+    """Keep what llama.cpp computes for a prompt, so that no prefix is evaluated twice.
 
     See what that saves on this machine, in about a minute:
 
@@ -80,7 +80,7 @@ def _llamakeep(
         keeper = llamakeep.attach(llm)
 
     Every command explains itself: llamakeep demo --help
-    """
+    """  # noqa: D301 - the backspace keeps lines as they are
 
 
 @app.command()
@@ -96,7 +96,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A short text, short answers.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    r"""Show what llamakeep saves on a small model, and that answers stay the same.
+    """Show what llamakeep saves on a small model, and that answers stay the same.
 
     Puts questions about a long text, a second conversation, an edited question and a repeated one
     to two copies of a model, with llamakeep and without, and compares tokens, times and answers.
@@ -107,7 +107,7 @@ def demo(
         llamakeep demo
         llamakeep demo --model my-model.gguf
         llamakeep demo --quick --json
-    """
+    """  # noqa: D301 - as above
     from llamakeep.demo import show_demo
 
     show_demo(model, quick=quick, as_json=json)

@@ -118,16 +118,16 @@ class _Request:
     """The first request and its answer come before the question."""
 
 
-def _story(n_days: int) -> tuple[_Request, ...]:
+def _story() -> tuple[_Request, ...]:
     return (
-        _Request(f"a log of {n_days} days and a question", _FIRST_QUESTION),
-        _Request("a second question about it", _SECOND_QUESTION),
-        _Request("a third question about it", _THIRD_QUESTION),
+        _Request("a log and a question", _FIRST_QUESTION),
+        _Request("a second question", _SECOND_QUESTION),
+        _Request("a third question", _THIRD_QUESTION),
         _Request("another conversation", _OTHER_QUESTION, about_log=False),
-        _Request("back to the log, question 2 edited", _EDITED_QUESTION),
-        _Request("the other conversation again", _OTHER_QUESTION_2, about_log=False),
+        _Request("question 2, edited", _EDITED_QUESTION),
+        _Request("the other one again", _OTHER_QUESTION_2, about_log=False),
         _Request("request 1, repeated", _FIRST_QUESTION),
-        _Request("request 1 goes on after its answer", _FOLLOW_UP, goes_on=True),
+        _Request("request 1, continued", _FOLLOW_UP, goes_on=True),
     )
 
 
@@ -448,7 +448,7 @@ def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None)
     """
     n_days, max_tokens = (4, 8) if quick else (len(_EVENTS), 32)
     n_threads = usable_cores()
-    log, story = write_log(n_days), _story(n_days)
+    log, story = write_log(n_days), _story()
     rows: list[DemoRow] = []
 
     def reporter(index: int, title: str) -> Report:
@@ -479,8 +479,8 @@ def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None)
 # -- what is shown -------------------------------------------------------------------------------
 
 _INTRODUCTION = """\
-The same requests to two copies of a small model: one without llamakeep, emptied before each
-request, and one with it. It takes about a minute.
+The same requests to two copies of {name}: one without llamakeep,
+emptied before each request, and one with it. This takes {duration}.
 """
 
 _NEXT_STEP = """
@@ -488,7 +488,9 @@ Now with a model of your own, in Python:
 
     llm = llama_cpp.Llama("model.gguf", n_ctx=4096)
     keeper = llamakeep.attach(llm)
-    llm.create_chat_completion(messages)  # as before; keeper.last says what was reused
+    llm.create_chat_completion(messages)  # as before
+
+keeper.last says what each request reused, keeper.stats() what all of them did.
 """
 
 _PHASES = {
@@ -512,14 +514,20 @@ def _compared(row: DemoRow) -> str:
 
 
 def _table(rows: Sequence[DemoRow]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(
+        title="Tokens of each prompt, and time to the first token without and with llamakeep",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("request")
-    for name in ("prompt\ntokens", "\nreused", "\nevaluated"):
+    for name in ("prompt", "reused", "evaluated"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("\nfrom")
-    for name in ("first token\nwithout", "\nwith", "\nfaster"):
+    table.add_column("from", no_wrap=True)
+    for name in ("without", "with", "faster"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("\nanswer")
+    table.add_column("answer")
     for number, row in enumerate(rows, 1):
         table.add_row(
             f"{number} {row.title}",
@@ -632,10 +640,11 @@ def show_demo(model: Path | None = None, *, quick: bool = False, as_json: bool =
     if as_json:
         print(json.dumps(run_demo(model, quick=quick).as_json(), indent=2))
         return
-    # Lines that are read by programs or kept in files are not folded.
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     animated = console.is_terminal and not console.is_dumb_terminal
-    console.print(_INTRODUCTION)
+    console.soft_wrap = not animated  # lines that are kept in files are not folded
+    duration = "a few seconds" if quick else "about a minute"
+    console.print(_INTRODUCTION.format(name=model.name, duration=duration))
     if animated:
         with _Screen(console) as screen:
             result = run_demo(model, quick=quick, on_step=screen.update)

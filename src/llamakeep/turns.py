@@ -78,6 +78,7 @@ class OpenStream(Generator[Any, Any, None]):
         self._inner = inner
         self._context = running
         self._finish: Callable[[], None] | None = finish
+        self._stepping = threading.Lock()
 
     def send(self, value: Any) -> Any:
         """Produce the next item."""
@@ -96,6 +97,15 @@ class OpenStream(Generator[Any, Any, None]):
         self.close()
 
     def _step(self, step: Callable[[], Any], *, last: bool = False) -> Any:
+        # Who comes while another thread, or this very stream, is at it must not end its turn.
+        if not self._stepping.acquire(blocking=False):
+            raise ValueError("stream already executing")
+        try:
+            return self._advance(step, last=last)
+        finally:
+            self._stepping.release()
+
+    def _advance(self, step: Callable[[], Any], *, last: bool) -> Any:
         if self._finish is None:
             raise StopIteration
         self._turns.resume()

@@ -1,0 +1,1 @@
+"""The test suite; a package, so that its helpers can be imported as `tests.<name>`."""
