@@ -610,7 +610,7 @@ class _Screen:
             parts.append(Text(f"{step.done_tokens:,} of {step.total_tokens:,}", style="dim"))
         line.add_row(*parts)
         self._live.update(Group(_table(step.rows), line))
-        self._live.start()  # not before a first step: loading models takes it away, too
+        self._live.start(refresh=True)  # not before a first step: loading models takes it away, too
 
 
 def _printer(console: Console) -> OnStep:

@@ -92,7 +92,8 @@ class KeptSequence:
         seq_id: Which sequence.
         align: Prompts are resumed at multiples of this.
         min_step: Least distance in tokens between checkpoints at user messages.
-        on_device: Leave the newest checkpoint in the context's own buffers.
+        on_device: Leave the newest checkpoint in the context's own buffers (not where there is a
+            window, which llama.cpp cannot leave there).
 
     Attributes:
         live: What the sequence holds.
@@ -118,7 +119,8 @@ class KeptSequence:
         self._seq_id = seq_id
         self._align = align
         self._min_step = min_step
-        self._on_device = on_device
+        traits = runtime.traits
+        self._on_device = on_device and not (traits.whole_because or traits.family.has_window)
         self._device: DeviceCheckpoint | None = None
 
     @property

@@ -117,6 +117,18 @@ class PathNames:
         self._hasher = blake3(namespace)
         self._done = 0
 
+    @property
+    def n_hashed(self) -> int:
+        """Tokens that are hashed already; names before them are not to be had any more."""
+        return self._done
+
+    def follow(self, tokens: IntArray) -> bool:
+        """Go on along `tokens` if they begin with all that is hashed; return whether they do."""
+        if not np.array_equal(tokens[: self._done], self._tokens[: self._done]):
+            return False
+        self._tokens = tokens
+        return True
+
     def _at(self, end: int, kind: bytes, start: int) -> bytes:
         if end < self._done:
             raise TokenError(f"names go forward: {end} comes before {self._done}")

@@ -44,6 +44,8 @@ from llamakeep.tokens import IntArray, PathNames, align_down
 
 logger = logging.getLogger("llamakeep")
 
+_SMALL_QUEUE = 64
+
 
 class _Kept:
     """Something that can be evicted by itself: a leaf's segment or a checkpoint."""
@@ -160,6 +162,8 @@ class PrefixTree:
         self._roots: dict[bytes, SpanNode] = {}
         self._numbers = itertools.count()
         self._queue: list[tuple[tuple[float, int], int, _Kept]] = []
+        self._tidy_at = _SMALL_QUEUE
+        self._names: dict[bytes, PathNames] = {}
 
     def __repr__(self) -> str:
         return f"PrefixTree({self.traits.family.value}, {self.store!r})"
@@ -281,16 +285,21 @@ class PrefixTree:
 
         Returns:
             What was read, and how far the tree covers `tokens` now. When a span does not fit, it
-            and what comes after it are not stored; nothing is evicted in vain.
+            and what comes after it are not stored; nothing is evicted in vain. In families with
+            a rolling part it is all or nothing, since only a checkpoint at the end makes spans
+            worth their room.
 
         Raises:
             StateError: What `read` raises; what was stored before stays.
         """
         path = self._path(tokens)
         node, at = path.nodes[-1]
-        names = PathNames(self.namespace, tokens)
+        names = self._names_along(tokens, at)
         read_bytes = reread_bytes = 0
         with self._pinned(path):
+            if self.traits.rolling and (refused := self._why_not_all(path, tokens, segment_bytes)):
+                self.counters.refused_segments += 1
+                return Saved(at, refused=refused)
             while at < tokens.size:
                 grows = node.start < at == node.end and at % self.segment_tokens != 0
                 start = node.start if grows else at
@@ -310,6 +319,33 @@ class PrefixTree:
                 at = end
         return Saved(tokens.size, read_bytes, reread_bytes)
 
+    def _why_not_all(
+        self, path: Path[SpanNode], tokens: IntArray, segment_bytes: Callable[[int], int]
+    ) -> str:
+        """Say why room for the rest of `tokens` cannot be made, or nothing."""
+        at = path.n_tokens
+        if not self.traits.segments or at == tokens.size:
+            return ""
+        first = min(tokens.size, align_down(at, self.segment_tokens) + self.segment_tokens)
+        n_full, n_last = divmod(tokens.size - first, self.segment_tokens)
+        n_bytes = segment_bytes(first - at) + n_full * segment_bytes(self.segment_tokens)
+        n_bytes += segment_bytes(n_last) if n_last else 0
+        if n_bytes <= self._reclaimable_bytes():
+            return ""
+        return f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
+
+    def _names_along(self, tokens: IntArray, start: int) -> PathNames:
+        """Return the names along `tokens` past `start`.
+
+        What continues the prompt before it, as the next checkpoint of a prompt does, is not hashed
+        from its beginning again.
+        """
+        names = self._names.get(self.namespace)
+        if names is None or names.n_hashed > start or not names.follow(tokens.copy()):
+            names = PathNames(self.namespace, tokens.copy())
+            self._names = {self.namespace: names}
+        return names
+
     def save_checkpoint(
         self, tokens: IntArray, *, n_bytes: int, read: Callable[[], Checkpoint]
     ) -> bool:
@@ -321,31 +357,44 @@ class PrefixTree:
             read: Reads it; called only when it will be kept.
 
         Returns:
-            Whether the tree has it now. False where checkpoints are off, the spans are missing or
-            it does not fit.
+            Whether the tree has it now. False where checkpoints are off, the spans are missing, it
+            does not fit, or it would be the first to go because the prompt has too many. Spans
+            that lead to no checkpoint then are dropped.
 
         Raises:
             StateError: What `read` raises.
         """
         position = int(tokens.size)
         path = self._path(tokens)
+        if path.n_tokens < position:
+            self.counters.refused_checkpoints += 1
+            return False
         node = path.nodes[-1][0]
         if position in node.checkpoints:
             return True
-        if not self.max_checkpoints or not position or path.n_tokens < position:
-            self.counters.refused_checkpoints += 1
-            return False
-        name = PathNames(self.namespace, tokens).checkpoint(position)
-        ref = CheckpointRef(name, position, n_bytes)
-        with self._pinned(path):
-            if not self._keep(ref, lambda: read().data):
-                self.counters.refused_checkpoints += 1
-                return False
-            kept = _Kept(node, ref, self._clock(), next(self._numbers))
-            node.checkpoints[position] = kept
-            self._enqueue(kept)
-            self._thin_out(path)
-        return True
+        try:
+            with self._pinned(path):
+                if self._is_wanted(position, path):
+                    name = self._names_along(tokens, position).checkpoint(position)
+                    ref = CheckpointRef(name, position, n_bytes)
+                    if self._keep(ref, lambda: read().data):
+                        kept = _Kept(node, ref, self._clock(), next(self._numbers))
+                        node.checkpoints[position] = kept
+                        self._enqueue(kept)
+                        self._thin_out(path)
+                        return True
+        finally:
+            if self._is_useless(node):
+                self._drop_leaf(node)
+        self.counters.refused_checkpoints += 1
+        return False
+
+    def _is_wanted(self, position: int, path: Path[SpanNode]) -> bool:
+        """Whether a checkpoint at `position` would outlast the thinning out that follows it."""
+        along = sorted([*self._checkpoints_along(path), position])
+        if not position or len(along) <= self.max_checkpoints:
+            return bool(position)
+        return len(along) > 1 and least_missed(along) != position
 
     def _thin_out(self, path: Path[SpanNode]) -> None:
         along = self._checkpoints_along(path)
@@ -410,10 +459,11 @@ class PrefixTree:
     def _enqueue(self, kept: _Kept) -> None:
         rank = self.policy.rank(kept, self._clock())
         heapq.heappush(self._queue, (rank, next(self._numbers), kept))
-        if len(self._queue) > 64 and len(self._queue) > 4 * len(self.store):
+        if len(self._queue) > self._tidy_at:
             live = [item for item in self._queue if self._is_live(item[2])]
             heapq.heapify(live)
             self._queue = live
+            self._tidy_at = max(_SMALL_QUEUE, 2 * len(live))
 
     def _is_live(self, kept: _Kept) -> bool:
         node, ref = kept.node, kept.ref
@@ -485,16 +535,23 @@ class PrefixTree:
         node.checkpoints.clear()
 
     def _forget(self, tokens: IntArray, ref: SegmentRef | CheckpointRef) -> None:
-        """Drop what a lost or refused blob belonged to, and what hangs off it."""
-        self.counters.lost_blobs += 1
+        """Drop what a lost or refused blob belonged to, and what hangs off it.
+
+        A match that is older than the last save may name what was replaced since: that is let be.
+        """
         position = ref.position if isinstance(ref, CheckpointRef) else ref.start + 1
         for node, end in self._path(tokens).nodes:
             if not node.start < position <= end:
                 continue
-            if isinstance(ref, CheckpointRef):
-                if (kept := node.checkpoints.pop(ref.position, None)) is not None:
-                    self.store.delete(kept.ref.name)
-            elif node.parent is not None:
+            checkpoint = isinstance(ref, CheckpointRef)
+            kept = node.checkpoints.get(position) if checkpoint else node.segment
+            if kept is None or kept.ref.name != ref.name:
+                return
+            self.counters.lost_blobs += 1
+            if checkpoint:
+                del node.checkpoints[position]
+                self.store.delete(ref.name)
+            else:
                 self._drop_subtree(node)
             return
 

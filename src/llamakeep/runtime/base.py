@@ -129,7 +129,11 @@ class Runtime(Protocol):
         ...  # pragma: no cover - protocol
 
     def checkpoint_bytes(self, seq_id: int) -> int:
-        """Return the exact size of a checkpoint of the sequence as it is now."""
+        """Return the exact size of a checkpoint of the sequence as it is now.
+
+        Raises:
+            InvalidValue: For an empty sequence, or a family that has no rolling part.
+        """
         ...  # pragma: no cover - protocol
 
     def read_checkpoint(self, seq_id: int) -> Checkpoint:
@@ -145,6 +149,11 @@ class Runtime(Protocol):
         """Like `read_checkpoint`, with the tensors left on the device.
 
         Ends the life of the sequence's previous device checkpoint.
+
+        Raises:
+            InvalidValue: As `read_checkpoint`; also for whole states and for families with a
+                window, which llama.cpp cannot leave on the device.
+            StateError: When what came back is not what was asked for.
         """
         ...  # pragma: no cover - protocol
 

@@ -445,7 +445,8 @@ class LlamaCppRuntime:
 
     def checkpoint_bytes(self, seq_id: int) -> int:
         """Return the exact size of a checkpoint of the sequence as it is now."""
-        return self._size(self._seq(seq_id), self._checkpoint_flags)
+        self._checkpoint_position(seq_id)
+        return self._size(seq_id, self._checkpoint_flags)
 
     def read_checkpoint(self, seq_id: int) -> Checkpoint:
         """Read the rolling bytes at the sequence's end. See `Runtime.read_checkpoint`."""
@@ -666,14 +667,6 @@ class LlamaCppRuntime:
         if not self.traits.segments:
             self.restore(dst, n_tokens, (), checkpoint)
             return
-        layout = self._known
-        if layout.dense:
-            # Shared window cells would be overwritten under the other sequence's feet.
-            step = layout.n_swa
-            starts = range(0, n_tokens, step)
-            parts = [self.read_segment(src, at, min(at + step, n_tokens)) for at in starts]
-            self.restore(dst, n_tokens, parts)
-            return
         n_window = self._check_checkpoint(checkpoint, n_tokens) if self.traits.rolling else 0
         with self._all_or_empty(dst):
             self.clear(dst)
@@ -722,7 +715,9 @@ class LlamaCppRuntime:
         """Prove on the loaded model that segments and checkpoints do what they should."""
         family = _family(self._model)
         n_swa = int(llama_cpp.llama_model_n_swa(self._model)) if family.has_window else 0
-        dense = family is Family.SWA and swa_full and segment_tokens <= n_swa
+        # With several sequences llama.cpp hands rows that left one's window to the others.
+        alone = self.n_seqs == 1
+        dense = family is Family.SWA and swa_full and alone and segment_tokens <= n_swa
         self._empty_bytes = self._size(self._spare, WHOLE)
         try:
             self._empty = self._read(self._spare, PARTIAL)
