@@ -584,6 +584,29 @@ def test_fault_66_checkpoints_off_means_nothing_is_read(
     assert keeper.stats()["used_bytes"] == 0
 
 
+def test_fault_67_nothing_is_saved_before_the_first_token(
+    tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny_llama("attention")
+    keeper = llamakeep.attach(llm)
+    reads: list[int] = []
+    read = keeper._runtime._read
+
+    def counted(*args: Any) -> Any:
+        reads.append(1)
+        return read(*args)
+
+    monkeypatch.setattr(keeper._runtime, "_read", counted)
+    prompts = [tokens_of(600, seed) for seed in range(5)]
+    for prompt in (*prompts, *prompts):
+        before = len(reads)
+        stream = llm.generate(prompt, temp=0.0)
+        next(stream)
+        assert len(reads) == before
+        stream.close()
+    assert len(reads) == 5 * 3  # three spans each, once
+
+
 def test_fault_70_echo_with_logprobs_reuses_only_where_scores_are_known(
     tiny_llama: Callable[..., Any],
 ) -> None:
@@ -984,6 +1007,18 @@ def test_embedding_models_are_refused(tiny_llama: Callable[..., Any]) -> None:
     with pytest.raises(ModelError, match="embedding=True"):
         llamakeep.attach(llm)
     assert len(llm.embed("still works")) > 0
+
+
+def test_encoders_are_refused(
+    tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llama_cpp
+
+    llm = tiny_llama("attention")
+    monkeypatch.setattr(llama_cpp, "llama_model_has_encoder", lambda _: True)
+    with pytest.raises(ModelError, match="has an encoder"):
+        llamakeep.attach(llm)
+    assert len(answer(llm, tokens_of(20, 1), 3)) == 3
 
 
 def test_a_context_that_cannot_be_made_gives_the_old_one_back(

@@ -21,6 +21,7 @@ from llamakeep.errors import (
     DecodeError,
     InvalidValue,
     KeeperClosed,
+    ModelError,
     RestoreFailed,
     StateError,
     StateRejected,
@@ -1200,3 +1201,34 @@ def test_fake_sequences_share_the_rows_they_have_in_common() -> None:
     runtime.clear_all()
     runtime.evaluate(2, tokens_of(5, 128))
     check_spare(runtime)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read the model .*: No such file"),
+        (b"PK\x03\x04", "is not a GGUF file"),
+        (b"", "is not a GGUF file"),
+        (b"GGUF\x03\0\0\0 and then nothing", "could not load"),
+    ],
+)
+def test_models_that_cannot_be_loaded_are_named(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime
+
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelError, match=said) as raised:
+        LlamaCppRuntime.load(path)
+    assert str(path) in str(raised.value)
+    with pytest.raises(InvalidValue, match="n_ctx is too small: -1"):
+        LlamaCppRuntime.load(path, n_ctx=-1)
+    with pytest.raises(InvalidValue, match="n_seqs is too small: 0"):
+        LlamaCppRuntime.load(path, n_seqs=0)
