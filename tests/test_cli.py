@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from llamakeep import demo
 from llamakeep.cli import app
+from llamakeep.demo import screen
 from llamakeep.errors import ModelError
 
 README = Path(__file__).parent.parent / "README.md"
@@ -82,20 +83,20 @@ def test_help_does_not_load_llama_cpp() -> None:
 
 def test_an_error_is_one_line_on_stderr(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     error = ModelError("something\nis wrong")
-    monkeypatch.setattr(demo, "run_demo", lambda *_args, **_options: _raise(error))
+    monkeypatch.setattr(screen, "run_demo", lambda *_args, **_options: _raise(error))
     result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "llamakeep: something is wrong\n"
 
 
 def test_ctrl_c_is_quiet(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda *_args, **_options: _raise(KeyboardInterrupt()))
+    monkeypatch.setattr(screen, "run_demo", lambda *_args, **_options: _raise(KeyboardInterrupt()))
     result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
     assert (result.exit_code, result.output) == (130, "")
 
 
 def test_other_errors_are_not_hidden(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda *_args, **_options: _raise(ZeroDivisionError()))
+    monkeypatch.setattr(screen, "run_demo", lambda *_args, **_options: _raise(ZeroDivisionError()))
     result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
     assert isinstance(result.exception, ZeroDivisionError)
 
@@ -127,7 +128,7 @@ def test_json_stands_alone_on_stdout(runner: CliRunner, monkeypatch: pytest.Monk
         "title", 10, 8, 2, "ram", "new from token 8 on", 0, 5, 40.0, 10.0, 60.0, 30.0, "text", True
     )
     result_of_run = demo.DemoResult("m.gguf", 2, 8, (row, row), 100, 1000)
-    monkeypatch.setattr(demo, "run_demo", lambda *_args, **_options: result_of_run)
+    monkeypatch.setattr(screen, "run_demo", lambda *_args, **_options: result_of_run)
     result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
     assert result.exit_code == 0
     found = json.loads(result.stdout)

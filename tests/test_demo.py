@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 
 from llamakeep import demo
 from llamakeep.cli import app
-from llamakeep.demo import DemoResult, Step, run_demo, summary, write_log
+from llamakeep.demo import DemoResult, Step, measure, run_demo, screen, summary, write_log
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's threads wait for each other by spinning, which test workers cannot afford."""
+    monkeypatch.setattr(measure, "usable_cores", lambda: 1)
+
 
 N_REQUESTS = 8
 REPEATED, CONTINUED = 6, 7
@@ -119,7 +128,7 @@ def test_a_terminal_shows_a_table_and_progress(
         return Console(file=out, force_terminal=True, width=100, **options)
 
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(demo, "Console", console)
+    monkeypatch.setattr(screen, "Console", console)
     demo.show_demo(tiny_model("attention"), quick=True)
     shown = out.getvalue()
     assert "1/8 a log and a question: without llamakeep" in shown
@@ -133,7 +142,7 @@ def test_a_difference_is_found_and_said(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One answer is changed on its way back; the margin is that of the cold run."""
-    answer = demo._Pair._answer
+    answer = measure._Pair._answer
     calls: list[np.ndarray] = []
 
     def changed(self: Any, llm: Any, *args: Any) -> Any:
@@ -145,7 +154,7 @@ def test_a_difference_is_found_and_said(
         tokens[-3] += 1
         return replace(found, text="something else", tokens=tokens)
 
-    monkeypatch.setattr(demo._Pair, "_answer", changed)
+    monkeypatch.setattr(measure._Pair, "_answer", changed)
     result = run_demo(tiny_model("attention"), quick=True)
     assert [row.identical for row in result.rows] == [n != 1 for n in range(N_REQUESTS)]
     row = result.rows[1]
@@ -166,8 +175,8 @@ def test_the_margin_is_that_of_the_token_that_was_chosen(
     from contextlib import ExitStack
 
     with ExitStack() as stack:
-        pair = demo._Pair(tiny_model("attention"), 1, 4, stack)
-        llm = tiny_llama("attention", logits_all=True, n_ctx=demo.N_CTX)
+        pair = measure._Pair(tiny_model("attention"), 1, 4, stack)
+        llm = tiny_llama("attention", logits_all=True, n_ctx=measure.N_CTX)
         tokens = np.arange(20, 60, dtype=np.int32)
         margin = pair._margin(tokens, 30)
         llm.eval(tokens.tolist())

@@ -853,6 +853,19 @@ def check_gguf(path: str | Path) -> None:
         raise ModelError(f"{path} is not a GGUF file (it begins with {magic!r})")
 
 
+def load_llama(path: str | Path, **options: Any) -> Any:
+    """Load a quiet `llama_cpp.Llama`.
+
+    Raises:
+        ModelError: With the path, when it cannot be loaded.
+    """
+    check_gguf(path)
+    try:
+        return llama_cpp.Llama(str(path), verbose=False, **options)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"llama.cpp could not load {path}: {error}") from error
+
+
 def refuse_unfit(llm: Any) -> None:
     """Raise for a `llama_cpp.Llama` whose state cannot be kept.
 
