@@ -76,7 +76,7 @@ def user_delimiter(llm: Any, handler: Any) -> IntArray:
 
 
 def _shared_end(llm: Any, before: str, between: str) -> IntArray:
-    """Return the tokens that both texts end with."""
+    """Return the tokens of the longest end of `between` that `before` ends with, too."""
 
     def tokens_of(text: str) -> list[int]:
         return list(llm.tokenize(text.encode(), add_bos=False, special=True)) if text else []
@@ -84,10 +84,11 @@ def _shared_end(llm: Any, before: str, between: str) -> IntArray:
     shared = 0
     while shared < min(len(before), len(between)) and before[-1 - shared] == between[-1 - shared]:
         shared += 1
-    # Other tokens may end alike, such as "<s>" and "</s>": both are cut between tokens only.
+    # Different tokens may end alike, such as "<s>" and "</s>": cut between tokens only.
+    whole = tokens_of(between)
     for n in range(shared, 0, -1):
         end = tokens_of(between[-n:])
-        if all(tokens_of(text) == tokens_of(text[:-n]) + end for text in (before, between)):
+        if whole == tokens_of(between[:-n]) + end:
             return as_tokens(end)
     return np.empty(0, np.int32)
 

@@ -202,6 +202,7 @@ class KeptSequence:
         if match.n_tokens:
             reason = self._restore(prompt, match)
             if not reason:
+                self._device = None
                 self._settle(prompt[: match.n_tokens])
                 return Reached(match.n_tokens, self._tree.store.tier, match)
             match = Match(0, match.shared_tokens, reason=reason)
@@ -252,9 +253,8 @@ class KeptSequence:
         return ""
 
     def _settle(self, tokens: IntArray, *, n_scores: int = 0) -> None:
-        device = self._device
-        stays = device is not None and device.position <= common_prefix(self.live.tokens, tokens)
-        self._device = device if stays else None
+        if self._device is not None and self._device.position > tokens.size:
+            self._device = None
         self.live.replace(tokens)
         self.live.n_scores = n_scores
 
@@ -303,18 +303,20 @@ class KeptSequence:
 
     def _take_checkpoint(self) -> None:
         """Keep the rolling state at the end of the sequence, and the spans before it."""
-        tokens = self.live.tokens.copy()
+        tokens, seq_id = self.live.tokens.copy(), self._seq_id
         try:
             if self._on_device and self.live.n_tokens == max(self.due):
-                self._device = self._runtime.read_device_checkpoint(self._seq_id)
-            elif self._save_spans(tokens):
-                self._tree.save_checkpoint(
-                    tokens,
-                    n_bytes=self._runtime.checkpoint_bytes(self._seq_id),
-                    read=lambda: self._runtime.read_checkpoint(self._seq_id),
-                )
+                self._device = self._runtime.read_device_checkpoint(seq_id)
+                return
+            if self._save_spans(tokens) and self._tree.save_checkpoint(
+                tokens,
+                n_bytes=self._runtime.checkpoint_bytes(seq_id),
+                read=lambda: self._runtime.read_checkpoint(seq_id),
+            ):
+                return
         except StateError as error:
             self._failed("checkpoint", error)
+        self._tree.prune(tokens)
 
     # -- saving ------------------------------------------------------------------------------
 

@@ -164,6 +164,7 @@ class PrefixTree:
         self._queue: list[tuple[tuple[float, int], int, _Kept]] = []
         self._tidy_at = _SMALL_QUEUE
         self._names: dict[bytes, PathNames] = {}
+        self._held: set[SpanNode] = set()
 
     def __repr__(self) -> str:
         return f"PrefixTree({self.traits.family.value}, {self.store!r})"
@@ -330,7 +331,7 @@ class PrefixTree:
         n_full, n_last = divmod(tokens.size - first, self.segment_tokens)
         n_bytes = segment_bytes(first - at) + n_full * segment_bytes(self.segment_tokens)
         n_bytes += segment_bytes(n_last) if n_last else 0
-        if n_bytes <= self._reclaimable_bytes():
+        if n_bytes <= self._free_bytes() or n_bytes <= self._reclaimable_bytes():
             return ""
         return f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
 
@@ -340,10 +341,11 @@ class PrefixTree:
         What continues the prompt before it, as the next checkpoint of a prompt does, is not hashed
         from its beginning again.
         """
+        tokens = tokens.copy()  # the caller may write into its own
         names = self._names.get(self.namespace)
-        if names is None or names.n_hashed > start or not names.follow(tokens.copy()):
-            names = PathNames(self.namespace, tokens.copy())
-            self._names = {self.namespace: names}
+        if names is None or names.n_hashed > start or not names.follow(tokens):
+            names = PathNames(self.namespace, tokens)
+            self._names = {self.namespace: names}  # of the last prompt only
         return names
 
     def save_checkpoint(
@@ -357,44 +359,42 @@ class PrefixTree:
             read: Reads it; called only when it will be kept.
 
         Returns:
-            Whether the tree has it now. False where checkpoints are off, the spans are missing, it
-            does not fit, or it would be the first to go because the prompt has too many. Spans
-            that lead to no checkpoint then are dropped.
+            Whether the tree has it now. False where checkpoints are off, the spans are missing or
+            it does not fit; spans that lead to no checkpoint then are dropped.
 
         Raises:
             StateError: What `read` raises.
         """
         position = int(tokens.size)
         path = self._path(tokens)
-        if path.n_tokens < position:
-            self.counters.refused_checkpoints += 1
-            return False
         node = path.nodes[-1][0]
-        if position in node.checkpoints:
+        covered = 0 < position == path.n_tokens
+        if covered and position in node.checkpoints:
             return True
+        name = self._names_along(tokens, position).checkpoint(position)
+        ref = CheckpointRef(name, position, n_bytes)
         try:
             with self._pinned(path):
-                if self._is_wanted(position, path):
-                    name = self._names_along(tokens, position).checkpoint(position)
-                    ref = CheckpointRef(name, position, n_bytes)
-                    if self._keep(ref, lambda: read().data):
-                        kept = _Kept(node, ref, self._clock(), next(self._numbers))
-                        node.checkpoints[position] = kept
-                        self._enqueue(kept)
-                        self._thin_out(path)
-                        return True
+                if covered and self.max_checkpoints and self._keep(ref, lambda: read().data):
+                    kept = _Kept(node, ref, self._clock(), next(self._numbers))
+                    node.checkpoints[position] = kept
+                    self._enqueue(kept)
+                    self._thin_out(path)
+                    return True
         finally:
             if self._is_useless(node):
                 self._drop_leaf(node)
         self.counters.refused_checkpoints += 1
         return False
 
-    def _is_wanted(self, position: int, path: Path[SpanNode]) -> bool:
-        """Whether a checkpoint at `position` would outlast the thinning out that follows it."""
-        along = sorted([*self._checkpoints_along(path), position])
-        if not position or len(along) <= self.max_checkpoints:
-            return bool(position)
-        return len(along) > 1 and least_missed(along) != position
+    def prune(self, tokens: IntArray) -> None:
+        """Drop the last spans along `tokens` that lead to nothing that could be restored.
+
+        After a checkpoint was refused, in families that can restore nothing without one.
+        """
+        node = self._path(tokens).nodes[-1][0]
+        if self._is_useless(node):
+            self._drop_leaf(node)
 
     def _thin_out(self, path: Path[SpanNode]) -> None:
         along = self._checkpoints_along(path)
@@ -407,7 +407,7 @@ class PrefixTree:
         node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))
-        node.pins += 1
+        self._hold(node)
         self._enqueue(node.segment)
         return node
 
@@ -441,16 +441,8 @@ class PrefixTree:
 
     def _reclaimable_bytes(self) -> int:
         """Return the bytes that are free or could be freed without touching a pinned node."""
-        pinned = 0
-        for root in self._roots.values():
-            stack = [root]
-            while stack:
-                node = stack.pop()
-                # A pin below holds everything above it; pins are set along whole paths.
-                if node.pins:
-                    pinned += self._own_bytes(node)
-                    stack.extend(child for child in node.branches.values() if child.pins)
-        return self.store.capacity_bytes - pinned
+        # Pins are set along whole paths: nothing that is not pinned is above what is.
+        return self.store.capacity_bytes - sum(map(self._own_bytes, self._held))
 
     def _own_bytes(self, node: SpanNode) -> int:
         segment = node.segment.n_bytes if node.segment and self.traits.segments else 0
@@ -575,12 +567,18 @@ class PrefixTree:
     @contextmanager
     def _pinned(self, path: Path[SpanNode]) -> Iterator[None]:
         for node, _ in path.nodes:
-            node.pins += 1
+            self._hold(node)
         try:
             yield
         finally:
             for node, _ in path.nodes:  # also those that were hung on meanwhile
                 node.pins -= 1
+                if not node.pins:
+                    self._held.discard(node)
+
+    def _hold(self, node: SpanNode) -> None:
+        node.pins += 1
+        self._held.add(node)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -618,8 +616,10 @@ class PrefixTree:
             path_bytes, end = 0, last.end
             node: SpanNode | None = last
             while node is not None:
-                positions += [at for at in node.checkpoints if at <= end]
+                past = [at for at in node.checkpoints if at > end]
+                positions += node.checkpoints.keys() - past
                 path_bytes += self._own_bytes(node)
+                path_bytes -= sum(node.checkpoints[at].n_bytes for at in past)
                 end, node = node.start, node.parent
             found.append(
                 TreeEntry(last.end, path_bytes, tuple(sorted(positions)), kept.hits, kept.last_used)
@@ -643,8 +643,8 @@ class PrefixTree:
         """Prove that nodes, blobs and counted bytes agree.
 
         Args:
-            fix: Mend instead of raising: drop nodes whose blobs are gone and blobs without a
-                node.
+            fix: Mend instead of raising, where it can be done: drop nodes whose blobs are gone
+                and blobs without a node.
 
         Raises:
             IntegrityError: With the numbers. Costs a visit of every node.
@@ -652,24 +652,39 @@ class PrefixTree:
         for root in self._roots.values():
             check_nodes(root)
         self.store.check(fix=fix)
-        names: dict[bytes, int] = {}
-        for node in list(self._nodes()):
-            problem = self._problem(node, names)
-            if problem and not fix:
-                raise IntegrityError(problem)
-            if problem and node.segment is not None:
+        names, broken = self._survey()
+        while fix and broken:
+            for node, problem in broken:
                 logger.warning("dropping a node: %s", problem)
                 self._drop_subtree(node)
+            names, broken = self._survey()  # a blob that two had is gone for both
+        if broken:
+            raise IntegrityError(broken[0][1])
         orphans = [name for name in self.store if name not in names]
-        if fix:
-            for name in orphans:
-                self.store.delete(name)
-        elif orphans:
+        if orphans and not fix:
             raise IntegrityError(f"{len(orphans)} blobs belong to no node")
-        elif (total := sum(names.values())) != self.store.used_bytes:
+        for name in orphans:
+            self.store.delete(name)
+        if (total := sum(names.values())) != self.store.used_bytes:
             raise IntegrityError(
                 f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted"
             )
+
+    def _survey(self) -> tuple[dict[bytes, int], list[tuple[SpanNode, str]]]:
+        """Return the sizes of all blobs by name, and what is wrong with which nodes.
+
+        What hangs off a node with something wrong is left out.
+        """
+        names: dict[bytes, int] = {}
+        broken = []
+        stack = [child for root in self._roots.values() for child in root.branches.values()]
+        while stack:
+            node = stack.pop()
+            if problem := self._problem(node, names):
+                broken.append((node, problem))
+            else:
+                stack.extend(node.branches.values())
+        return names, broken
 
     def _problem(self, node: SpanNode, names: dict[bytes, int]) -> str:
         """Say what is wrong with a node, or nothing; add its blobs to `names`."""
@@ -682,7 +697,10 @@ class PrefixTree:
             return f"{node!r} has {node.pins} pins"
         refs: list[SegmentRef | CheckpointRef] = [kept.ref] if self.traits.segments else []
         refs += [checkpoint.ref for checkpoint in node.checkpoints.values()]
-        for position in node.checkpoints:
+        for position, checkpoint in node.checkpoints.items():
+            ref = checkpoint.ref
+            if not isinstance(ref, CheckpointRef) or ref.position != position:
+                return f"{node!r} has {ref} at {position}"
             if not node.start < position <= node.end:
                 return f"{node!r} has a checkpoint at {position}"
         for ref in refs:
