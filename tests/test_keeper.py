@@ -325,6 +325,7 @@ class PictureHandler:
 
         llama.reset()
         llama._ctx.kv_cache_clear()
+        llama.input_ids[:] = 7  # what it holds where the picture is depends on chance otherwise
         llama.eval(messages[0]["content"])
         # A picture of four positions, put into the context as mtmd does: past `Llama.eval`.
         batch = llama._batch

@@ -436,16 +436,18 @@ def test_fault_25_what_can_never_fit_evicts_nothing() -> None:
     assert [depth(tree, tokens) for tokens in three] == [30, 30, 30]
 
 
-def test_fault_25_a_long_prompt_without_rolling_part_keeps_the_prefix_that_fits() -> None:
-    """A prefix is worth its room: it is restorable. Only the span that finds no room is refused."""
-    tree = byte_tree(100)
+def test_fault_25_a_prompt_longer_than_the_capacity_evicts_nothing() -> None:
+    """Of its prefix, what finds free room is kept; the others stay."""
+    tree = byte_tree(126)
     three = [random_tokens(30, seed) for seed in range(3)]
     for tokens in three:
         keep(tree, tokens)
-    long = random_tokens(130, 9)
+    long = random_tokens(127, 9)
     saved = keep(tree, long)
-    assert (saved.n_tokens, saved.refused) == (96, "16 bytes of tokens 96 to 112 do not fit")
-    assert depth(tree, long) == 96
+    assert (saved.n_tokens, saved.refused) == (32, "16 bytes of tokens 32 to 48 do not fit")
+    assert [depth(tree, tokens) for tokens in (*three, long)] == [30, 30, 30, 32]
+    assert keep(tree, long[:126]).n_tokens == 126  # this one fits, and takes their place
+    assert [depth(tree, tokens) for tokens in three] == [0, 0, 0]
 
 
 def test_fault_25_with_a_rolling_part_a_prompt_that_does_not_fit_whole_evicts_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -46,7 +46,11 @@ class Namespace:
     @cached_property
     def digest(self) -> bytes:
         """BLAKE3 of all parts, 32 bytes."""
-        parts = asdict(self) | {"context": dict(self.context)}
+        parts = {item.name: getattr(self, item.name) for item in fields(self)}
+        parts |= {
+            "context": dict(self.context),
+            "adapters": [asdict(adapter) for adapter in self.adapters],
+        }
         return blake3(json.dumps(parts, sort_keys=True).encode()).digest()
 
 

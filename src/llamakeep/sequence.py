@@ -308,9 +308,10 @@ class KeptSequence:
             if self._on_device and self.live.n_tokens == max(self.due):
                 self._device = self._runtime.read_device_checkpoint(seq_id)
                 return
-            if self._save_spans(tokens) and self._tree.save_checkpoint(
+            n_bytes = self._runtime.checkpoint_bytes(seq_id)
+            if self._save_spans(tokens, n_bytes) and self._tree.save_checkpoint(
                 tokens,
-                n_bytes=self._runtime.checkpoint_bytes(seq_id),
+                n_bytes=n_bytes,
                 read=lambda: self._runtime.read_checkpoint(seq_id),
             ):
                 return
@@ -353,11 +354,13 @@ class KeptSequence:
         except StateError as error:
             self._failed("save", error)
 
-    def _save_spans(self, tokens: IntArray) -> bool:
+    def _save_spans(self, tokens: IntArray, and_bytes: int = 0) -> bool:
         def read(start: int, end: int) -> Segment:
             return self._runtime.read_segment(self._seq_id, start, end)
 
-        saved = self._tree.save(tokens, segment_bytes=self._runtime.segment_bytes, read=read)
+        saved = self._tree.save(
+            tokens, segment_bytes=self._runtime.segment_bytes, read=read, and_bytes=and_bytes
+        )
         if saved.refused:
             logger.info("not everything was kept: %s", saved.refused)
         return saved.n_tokens == tokens.size

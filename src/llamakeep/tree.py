@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from llamakeep.checkpoints import best_to_restore, least_missed
 from llamakeep.errors import IntegrityError, InvalidValue
@@ -274,6 +275,7 @@ class PrefixTree:
         *,
         segment_bytes: Callable[[int], int],
         read: Callable[[int, int], Segment],
+        and_bytes: int = 0,
     ) -> Saved:
         """Keep the spans of `tokens` that the tree lacks.
 
@@ -283,12 +285,12 @@ class PrefixTree:
             read: Reads the segment of tokens [start, end). Called once per span that the tree
                 lacks, and for a tail that has grown, over its whole new span. Not called in
                 families without segments.
+            and_bytes: Room that is needed beside the spans, for a checkpoint at their end.
 
         Returns:
-            What was read, and how far the tree covers `tokens` now. When a span does not fit, it
-            and what comes after it are not stored; nothing is evicted in vain. In families with
-            a rolling part it is all or nothing, since only a checkpoint at the end makes spans
-            worth their room.
+            What was read, and how far the tree covers `tokens` now. Nothing is evicted for what
+            cannot be kept whole: of such tokens, what fits into free room is kept, and in families
+            with a rolling part nothing, since only a checkpoint at the end makes spans worth it.
 
         Raises:
             StateError: What `read` raises; what was stored before stays.
@@ -298,8 +300,11 @@ class PrefixTree:
         names = self._names_along(tokens, at)
         read_bytes = reread_bytes = 0
         with self._pinned(path):
-            if self.traits.rolling and (refused := self._why_not_all(path, tokens, segment_bytes)):
+            n_bytes = and_bytes + self._missing_bytes(at, tokens.size, segment_bytes)
+            fits = n_bytes <= self._reclaimable_bytes()
+            if self.traits.rolling and not fits:
                 self.counters.refused_segments += 1
+                refused = f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
                 return Saved(at, refused=refused)
             while at < tokens.size:
                 grows = node.start < at == node.end and at % self.segment_tokens != 0
@@ -307,7 +312,8 @@ class PrefixTree:
                 end = min(tokens.size, align_down(at, self.segment_tokens) + self.segment_tokens)
                 n_bytes = segment_bytes(end - start) if self.traits.segments else 0
                 ref = SegmentRef(names.segment(start, end), start, end, n_bytes)
-                if not self._keep(ref, lambda s=start, e=end: read(s, e).data):  # type: ignore[misc]
+                produce = partial(self._read_span, read, start, end)
+                if not self._keep(ref, produce, evict=fits):
                     self.counters.refused_segments += 1
                     refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
                     return Saved(at, read_bytes, reread_bytes, refused)
@@ -320,20 +326,18 @@ class PrefixTree:
                 at = end
         return Saved(tokens.size, read_bytes, reread_bytes)
 
-    def _why_not_all(
-        self, path: Path[SpanNode], tokens: IntArray, segment_bytes: Callable[[int], int]
-    ) -> str:
-        """Say why room for the rest of `tokens` cannot be made, or nothing."""
-        at = path.n_tokens
-        if not self.traits.segments or at == tokens.size:
-            return ""
-        first = min(tokens.size, align_down(at, self.segment_tokens) + self.segment_tokens)
-        n_full, n_last = divmod(tokens.size - first, self.segment_tokens)
+    @staticmethod
+    def _read_span(read: Callable[[int, int], Segment], start: int, end: int) -> Buffer:
+        return read(start, end).data
+
+    def _missing_bytes(self, at: int, end: int, segment_bytes: Callable[[int], int]) -> int:
+        """Return the bytes of the spans of tokens [at, end)."""
+        if not self.traits.segments or at == end:
+            return 0
+        first = min(end, align_down(at, self.segment_tokens) + self.segment_tokens)
+        n_full, n_last = divmod(end - first, self.segment_tokens)
         n_bytes = segment_bytes(first - at) + n_full * segment_bytes(self.segment_tokens)
-        n_bytes += segment_bytes(n_last) if n_last else 0
-        if n_bytes <= self._free_bytes() or n_bytes <= self._reclaimable_bytes():
-            return ""
-        return f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
+        return n_bytes + (segment_bytes(n_last) if n_last else 0)
 
     def _names_along(self, tokens: IntArray, start: int) -> PathNames:
         """Return the names along `tokens` past `start`.
@@ -405,6 +409,7 @@ class PrefixTree:
         """Hang a new span off the end of a pinned path, and make it part of that."""
         node = SpanNode(tokens, ref.start)
         node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
+        self._roots.setdefault(self.namespace, path.nodes[0][0])
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))
         self._hold(node)
@@ -424,12 +429,14 @@ class PrefixTree:
 
     # -- room --------------------------------------------------------------------------------
 
-    def _keep(self, ref: SegmentRef | CheckpointRef, produce: Callable[[], Buffer]) -> bool:
+    def _keep(
+        self, ref: SegmentRef | CheckpointRef, produce: Callable[[], Buffer], *, evict: bool = True
+    ) -> bool:
         """Make room for a blob, then let it be read. False when room cannot be made."""
         if isinstance(ref, SegmentRef) and not self.traits.segments:
             return True
         if self._free_bytes() < ref.n_bytes:
-            if ref.n_bytes > self._reclaimable_bytes():
+            if not evict or ref.n_bytes > self._reclaimable_bytes():
                 return False  # refused before anything is evicted
             while self._free_bytes() < ref.n_bytes:
                 if not self._evict_one():
@@ -583,10 +590,8 @@ class PrefixTree:
     # -- looking -----------------------------------------------------------------------------
 
     def _path(self, tokens: IntArray) -> Path[SpanNode]:
-        root = self._roots.get(self.namespace)
-        if root is None:
-            root = self._roots[self.namespace] = SpanNode(tokens[:0])
-        return descend(root, tokens)
+        # A namespace that was only asked for gets no root of its own.
+        return descend(self._roots.get(self.namespace) or SpanNode(tokens[:0]), tokens)
 
     def _checkpoints_along(self, path: Path[SpanNode]) -> dict[int, _Kept]:
         return {
