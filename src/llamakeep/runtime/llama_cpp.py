@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from typing import Any, Final
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from llamakeep.errors import (
     ContextOverflow,
@@ -172,7 +174,7 @@ class LlamaCppRuntime:
             n_batch: Most tokens a native call evaluates.
             n_ubatch: Most tokens a compute graph evaluates.
             n_gpu_layers: Layers on the GPU; -1 for all.
-            n_threads: Threads for evaluation; None for llama.cpp's choice.
+            n_threads: Threads for evaluation; None for as many as there are physical cores.
             flash_attn: Use flash attention.
             type_k: ggml type of the keys; None for f16.
             type_v: ggml type of the values; None for f16.
@@ -200,8 +202,7 @@ class LlamaCppRuntime:
         params.n_ctx = n_ctx
         params.n_batch, params.n_ubatch = n_batch, min(n_batch, n_ubatch)
         params.n_seq_max, params.kv_unified = n_seqs + 1, True
-        if n_threads is not None:
-            params.n_threads = params.n_threads_batch = n_threads
+        params.n_threads = params.n_threads_batch = n_threads or usable_cores()
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
             if flash_attn
@@ -836,6 +837,15 @@ def _set_adapters(ctx: Any, adapters: Sequence[tuple[Any, float]]) -> None:
     scales = (ctypes.c_float * n)(*(scale for _, scale in adapters))
     if llama_cpp.llama_set_adapters_lora(ctx, pointers, n, scales):
         raise ModelError(f"llama.cpp refused {n} LoRA adapters")
+
+
+def usable_cores() -> int:
+    """Return the physical cores, or the processors this process may use if those are fewer.
+
+    llama.cpp's threads wait for each other by spinning: more of them than cores cost time.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(psutil.cpu_count(logical=False) or usable or 1, usable or 1)
 
 
 def check_gguf(path: str | Path) -> None:
