@@ -182,3 +182,11 @@ def test_the_margin_is_that_of_the_token_that_was_chosen(
         llm.eval(tokens.tolist())
         second, best = np.sort(llm.scores[39])[-2:]
         assert margin == pytest.approx(best - second, abs=1e-3)
+
+
+def test_the_picture_shows_the_table_and_loads_nothing(tiny_model: Callable[[str], Path]) -> None:
+    svg = demo.picture(run_demo(tiny_model("attention"), quick=True))
+    assert svg.startswith("<svg")
+    assert "request&#160;1,&#160;repeated" in svg
+    assert "Tokens&#160;evaluated" in svg
+    assert "url(" not in svg.replace("url(#", "")

@@ -5,7 +5,7 @@
 
 from llamakeep.demo.measure import DemoResult, DemoRow, Step, run_demo
 from llamakeep.demo.model import SMOLLM2_INSTALL, find_smollm2, package_dir
-from llamakeep.demo.screen import show_demo, summary
+from llamakeep.demo.screen import picture, show_demo, summary
 from llamakeep.demo.story import write_log
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Step",
     "find_smollm2",
     "package_dir",
+    "picture",
     "run_demo",
     "show_demo",
     "summary",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -158,6 +160,17 @@ def _printer(console: Console) -> OnStep:
             console.print(_line(step.index, step.rows[-1]))
 
     return show
+
+
+def picture(result: DemoResult) -> str:
+    """Return an SVG of the table and the findings, which loads nothing from anywhere."""
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(_table(result.rows))
+    console.print()
+    for line in summary(result):
+        console.print(Text(line))
+    svg = console.export_svg(title="llamakeep demo")
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
 def show_demo(model: Path | None = None, *, quick: bool = False, as_json: bool = False) -> None:
