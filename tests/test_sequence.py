@@ -165,3 +165,65 @@ def test_advance_that_fails_leaves_an_empty_or_known_sequence() -> None:
     assert not isinstance(raised.value, StateError)
     assert sequence.live.n_tokens == served.runtime.positions(0).n_tokens
     served.ask(prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_6_a_failed_restore_costs_its_own_prompt_and_no_other(kind: dict[str, Any]) -> None:
+    served = Served(kind, capacity=1 << 24)
+    system = tokens_of(200, 0)
+    prompts = [joined(system, tokens_of(100, seed)) for seed in range(1, 11)]
+    for prompt in prompts * 2:
+        served.ask(prompt)
+    n_nodes = len(served.tree)
+    served.runtime.failures = failing("restore:verify")
+    served.ask(prompts[0])
+    served.runtime.failures = None
+    assert len(served.tree) >= n_nodes - 3
+    for prompt in prompts[1:]:
+        assert served.ask(prompt) == 296
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_whose_memory_was_cleared_by_another_notices(kind: dict[str, Any]) -> None:
+    served = Served(kind)
+    first, second = tokens_of(300, 1), tokens_of(280, 2)
+    served.ask(first, 0)
+    served.ask(second, 1)
+    served.ask(tokens_of(90, 3), 0)
+    served.runtime.fail("restore:verify", cleared_all=True)
+    served.ask(first, 0)
+    assert served.runtime.positions(1).n_tokens == 0
+    with pytest.raises(StateError, match="no longer holds its 280 tokens"):
+        served.sequences[1].advance(tokens_of(20, 4))
+    more = joined(second, tokens_of(20, 4))
+    served.ask(more, 1)
+    assert served.ask(joined(more[:296], tokens_of(9, 5)), 0) <= 296
+
+
+def test_saving_after_the_memory_was_cleared_keeps_nothing_wrong() -> None:
+    served = Served({"family": Family.ATTENTION})
+    prompt = tokens_of(300, 1)
+    sequence = served.sequences[0]
+    sequence.resume(prompt)
+    sequence.advance(prompt)
+    served.runtime.clear_all()
+    sequence.save()
+    assert len(served.tree) == 0
+    assert sequence.live.n_tokens == 0
+
+
+def test_a_cut_that_fails_is_not_believed() -> None:
+    served = Served({"family": Family.ATTENTION})
+    sequence = served.sequences[0]
+    served.ask(tokens_of(100, 1))
+    served.runtime.fail("rewind:cut")
+    assert sequence.drop_past(60)
+    assert sequence.live.n_tokens == served.runtime.positions(0).n_tokens == 0
+
+
+def test_the_eviction_queue_does_not_grow_with_requests() -> None:
+    served = Served({"family": Family.ATTENTION}, capacity=6_000)
+    common = tokens_of(64, 0)
+    for seed in range(300):
+        served.ask(joined(common, tokens_of(40, seed)))
+    assert len(served.tree._queue) <= 2 * len(served.tree) + 64

@@ -118,6 +118,7 @@ def depth(tree: PrefixTree, tokens: IntArray, **options: Any) -> int:
     match = tree.match_prefix(tokens, **options)
     fetched = tree.fetch(tokens, match)
     assert fetched is not None
+    tree.touch(tokens, match.n_tokens)
     segments, checkpoint = fetched
     if tree.traits.segments:
         stops = [*(segment.start for segment in segments[1:]), match.n_tokens]
@@ -890,7 +891,19 @@ def test_what_a_runtime_refused_is_forgotten() -> None:
     tokens = random_tokens(40, 1)
     keep_all(tree, tokens, 20, 40)
     keep_all(tree, random_tokens(30, 2), 30)
-    tree.reject(tokens, tree.match_prefix(tokens, limit=20))
+    match = tree.match_prefix(tokens)
+    tree.reject(tokens, match)  # nobody knows what was wrong: the deepest goes
+    tree.check()
+    assert depth(tree, tokens) == 20
+    fetched = tree.fetch(tokens, match)
+    assert fetched is None  # it is stale
+    match = tree.match_prefix(tokens)
+    fetched = tree.fetch(tokens, match)
+    assert fetched is not None
+    with tree.pin(tokens):
+        tree.reject(tokens, match, fetched[0][0])
+        assert depth(tree, tokens) == 20  # what is pinned stays
+    tree.reject(tokens, match, fetched[0][0])
     tree.check()
     assert depth(tree, tokens) == 0
     assert depth(tree, random_tokens(30, 2)) == 30
@@ -1400,11 +1413,13 @@ class Desk:
 
     def _restore(self, prompt: IntArray, match: Match, seq_id: int) -> int:
         self.runtime.clear(seq_id)
+        fetched = self.tree.fetch(prompt, match)
+        if fetched is None or not match.n_tokens:
+            self.tree.touch(prompt, 0)
+            return 0
         with self.tree.pin(prompt):
-            fetched = self.tree.fetch(prompt, match)
-            if fetched is None or not match.n_tokens:
-                return 0
             self.runtime.restore(seq_id, match.n_tokens, *fetched)
+        self.tree.touch(prompt, match.n_tokens)
         return match.n_tokens
 
     def save(self, tokens: IntArray, seq_id: int = 0) -> bool:
@@ -1707,7 +1722,7 @@ def test_a_runtime_that_refuses_costs_an_evaluation(kind: str) -> None:
             desk._restore(prompt, match, 0)
     desk.tree.reject(prompt, match)
     desk.check()
-    assert desk.ask(prompt) == 0
+    assert desk.ask(prompt) < 58
     assert desk.ask(prompt) == 58
 
 

@@ -22,6 +22,10 @@ callers' mistakes and for what breaks below.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 class LlamakeepError(Exception):
     """Base class of everything llamakeep raises."""
@@ -52,7 +56,25 @@ class StateError(LlamakeepError):
 
 
 class StateRejected(StateError):
-    """Our own checks refused a state before native code saw it; the sequence is unchanged."""
+    """Our own checks refused a state before native code saw it; the sequence is unchanged.
+
+    Attributes:
+        refused: The `Segment` or `Checkpoint` that is not what it should be, where that is known.
+    """
+
+    def __init__(self, message: str, *, refused: Any = None) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+@contextmanager
+def blaming(state: object) -> Iterator[None]:
+    """Note on a `StateRejected` that is raised inside which state was refused."""
+    try:
+        yield
+    except StateRejected as error:
+        error.refused = state
+        raise
 
 
 class RestoreFailed(StateError):

@@ -108,6 +108,7 @@ class Keeper:
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes: JSON-ready, keys as everywhere in llamakeep.
 
+        From any thread, also while a call runs; costs nothing that grows with what is kept.
         `saved_share` is the share of prompt tokens, 0 to 1, that were not evaluated.
         """
         totals = self._totals
@@ -130,8 +131,14 @@ class Keeper:
         }
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return every kept prompt, most recently used first: JSON-ready."""
-        return [asdict(entry) for entry in self._tree.entries()]
+        """Return every kept prompt, most recently used first: JSON-ready.
+
+        Raises:
+            KeeperBusy: While a stream is open in this thread.
+            KeeperClosed: When the keeper is detached or its model closed.
+        """
+        with self._turn():
+            return [asdict(entry) for entry in self._tree.entries()]
 
     def clear(self) -> None:
         """Forget every kept state, and what is live in the context.
@@ -172,10 +179,10 @@ class Keeper:
         pairs = list(adapters.items() if isinstance(adapters, Mapping) else adapters)
         with self._turn() as llm:
             loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
-            self._runtime.set_adapters(loaded)
+            namespace = _with_adapters(self._namespace, pairs)
             self._clear_context(llm)
-            self._namespace = _with_adapters(self._namespace, pairs)
-            self._tree.namespace = self._namespace.digest
+            self._runtime.set_adapters(loaded)
+            self._namespace, self._tree.namespace = namespace, namespace.digest
 
     def detach(self) -> None:
         """Give the `Llama` its own methods back and free what was kept. Again: does nothing.
@@ -507,7 +514,7 @@ class Keeper:
         self._notice(llm)
         n_tokens = common_prefix(self._sequence.live.tokens, accepted)
         if self._sequence.drop_past(n_tokens):
-            llm.n_tokens, llm._requires_eval = n_tokens, True
+            self._tell(llm)
         self._sequence.save(n_tokens)
 
 

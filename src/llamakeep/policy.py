@@ -3,6 +3,9 @@
 A policy is one method, `rank`: the thing with the smallest rank goes first. It sees what every
 kept thing can say about itself (`Kept`) and the time; it holds no state of its own, so one object
 can serve several caches.
+
+A rank may rise, with use or with time; it must not fall. The queue behind it looks at a thing again
+when it comes to the front, and so notices what has risen since, not what has sunk.
 """
 
 from __future__ import annotations
@@ -22,6 +25,18 @@ class Kept(Protocol):
     """When it was stored or last reused."""
     sequence: int
     """A number that grows with every thing stored: breaks ties in order of insertion."""
+    hits: int
+    """How often it was reused."""
+
+    @property
+    def n_bytes(self) -> int:
+        """What it occupies."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a span, or the position of a checkpoint."""
+        ...  # pragma: no cover - protocol
 
 
 class Policy(Protocol):

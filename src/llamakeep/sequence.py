@@ -17,7 +17,6 @@ import numpy as np
 
 from llamakeep.checkpoints import (
     MIN_EVALUATED,
-    best_to_restore,
     deepest_resume,
     positions_to_take,
 )
@@ -160,8 +159,7 @@ class KeptSequence:
         common = common_prefix(self.live.tokens, prompt)
         limit = deepest_resume(prompt.size, self._align)
         reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)
-        if reached.tier != self._tree.store.tier:
-            self._tree.touch(prompt, reached.n_tokens)  # a restore counts its own use
+        self._tree.touch(prompt, reached.n_tokens)
         self.due = []
         if self._runtime.traits.rolling and self._tree.max_checkpoints:
             self.due = positions_to_take(
@@ -188,7 +186,7 @@ class KeptSequence:
         if scored:
             limit = min(limit, align_down(self.live.n_scores, align))
         match = self._tree.match_prefix(prompt, limit=limit, align=align)
-        n_live, checkpoint = self._live_candidate(prompt, limit, align)
+        n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
         if scored and n_live < match.n_tokens:
             match = Match(0, match.shared_tokens, reason="logits of the whole prompt are wanted")
         if n_live and n_live >= match.n_tokens:
@@ -210,12 +208,12 @@ class KeptSequence:
         return Reached(0, "none", match)
 
     def _live_candidate(
-        self, prompt: IntArray, limit: int, align: int
+        self, prompt: IntArray, match: Match, limit: int, align: int
     ) -> tuple[int, Checkpoint | DeviceCheckpoint | None]:
         """Return the deepest position the live sequence can be cut to, and what that needs."""
         live, runtime, seq_id = self.live, self._runtime, self._seq_id
         common = common_prefix(live.tokens, prompt)
-        held = runtime.positions(seq_id).n_tokens
+        held = self._held()
         if held < live.n_tokens or not common:
             return 0, None
         best = align_down(min(common, limit), align)
@@ -229,26 +227,23 @@ class KeptSequence:
         device = self._device
         if device is not None and device.position <= min(common, limit):
             best, checkpoint = device.position, device
-        along = self._tree.checkpoint_positions(prompt)
-        deepest = best_to_restore(along, min(common, limit), align)
-        if deepest > best:
-            match = self._tree.match_prefix(prompt, limit=deepest, align=align)
-            fetched = self._tree.fetch(prompt, match) if match.n_tokens == deepest else None
-            if fetched is not None and fetched[1] is not None:
-                return deepest, fetched[1]
+        if best < match.n_tokens <= common and match.checkpoint is not None:
+            fetched = self._tree.fetch_checkpoint(prompt, match)
+            if fetched is not None:
+                return match.n_tokens, fetched
         return best, checkpoint
 
     def _restore(self, prompt: IntArray, match: Match) -> str:
         """Restore a match; return why it could not be done, or nothing."""
+        fetched = self._tree.fetch(prompt, match)
+        if fetched is None:
+            return "a stored state was lost"
         try:
             with self._tree.pin(prompt):
-                fetched = self._tree.fetch(prompt, match)
-                if fetched is None:
-                    return "a stored state was lost"
                 self._runtime.restore(self._seq_id, match.n_tokens, *fetched)
         except StateError as error:
             self._failed("restore", error)
-            self._tree.reject(prompt, match)
+            self._tree.reject(prompt, match, getattr(error, "refused", None))
             return f"a stored state could not be used: {error}"
         return ""
 
@@ -278,6 +273,9 @@ class KeptSequence:
         """Note that `tokens` were evaluated; take a checkpoint where one is due."""
         if self.live.opaque or not tokens.size:
             return
+        if self._held() != self.live.n_tokens + tokens.size:
+            self._lost()
+            return
         self.live.append(tokens, scored=scored)
         if self.live.n_tokens in self.due:
             self._take_checkpoint()
@@ -289,17 +287,33 @@ class KeptSequence:
             TokenError: For an id outside the vocabulary; nothing is evaluated.
             ContextOverflow: When they do not fit; nothing is evaluated.
             DecodeError: When the runtime fails; the sequence is empty then.
+            StateError: When the sequence lost what it held, because a failure elsewhere cleared
+                the whole memory; it is empty then, and the prompt must be resumed anew.
         """
         start = self.live.n_tokens
+        if self._held() != start:
+            self._lost()
+            raise StateError(f"sequence {self._seq_id} no longer holds its {start} tokens")
         try:
             for cut in self.cuts(tokens.size):
                 part = tokens[self.live.n_tokens - start : cut - start]
                 self._runtime.evaluate(self._seq_id, part)
                 self.note_evaluated(part)
         except LlamakeepError:
-            if self._runtime.positions(self._seq_id).n_tokens != self.live.n_tokens:
+            if self._held() != self.live.n_tokens:
                 self.clear()
             raise
+
+    def _held(self) -> int:
+        return self._runtime.positions(self._seq_id).n_tokens
+
+    def _lost(self) -> None:
+        logger.warning(
+            "sequence %d holds %d tokens, not those that were evaluated: it is emptied",
+            self._seq_id,
+            self._held(),
+        )
+        self.clear()
 
     def _take_checkpoint(self) -> None:
         """Keep the rolling state at the end of the sequence, and the spans before it."""
@@ -349,6 +363,9 @@ class KeptSequence:
         if self._runtime.traits.rolling:
             return
         end = self.live.n_tokens if n_tokens is None else min(n_tokens, self.live.n_tokens)
+        if self._held() < end:
+            self._lost()
+            return
         try:
             self._save_spans(self.live.tokens[:end].copy())
         except StateError as error:

@@ -51,7 +51,7 @@ _SMALL_QUEUE = 64
 class _Kept:
     """Something that can be evicted by itself: a leaf's segment or a checkpoint."""
 
-    __slots__ = ("created", "hits", "last_used", "node", "ref", "sequence")
+    __slots__ = ("created", "hits", "last_used", "node", "queued", "ref", "sequence")
 
     def __init__(
         self, node: SpanNode, ref: SegmentRef | CheckpointRef, now: float, sequence: int
@@ -61,10 +61,16 @@ class _Kept:
         self.created = self.last_used = now
         self.sequence = sequence
         self.hits = 0
+        self.queued = False
 
     @property
     def n_bytes(self) -> int:
         return self.ref.n_bytes
+
+    @property
+    def n_tokens(self) -> int:
+        ref = self.ref
+        return ref.position if isinstance(ref, CheckpointRef) else ref.end - ref.start
 
 
 class SpanNode(Node):
@@ -165,7 +171,8 @@ class PrefixTree:
         self._queue: list[tuple[tuple[float, int], int, _Kept]] = []
         self._tidy_at = _SMALL_QUEUE
         self._names: dict[bytes, PathNames] = {}
-        self._held: set[SpanNode] = set()
+        self._held_bytes = 0
+        self._n_nodes = 0
 
     def __repr__(self) -> str:
         return f"PrefixTree({self.traits.family.value}, {self.store!r})"
@@ -222,7 +229,7 @@ class PrefixTree:
     def fetch(
         self, tokens: IntArray, match: Match
     ) -> tuple[list[Segment], Checkpoint | None] | None:
-        """Return the states of a match, and count it as a use of its whole path.
+        """Return the states of a match. Call `touch` when they were used.
 
         Returns:
             The stored bytes, not copies; or None when the store has lost one. Then the tree
@@ -235,15 +242,21 @@ class PrefixTree:
                 self._forget(tokens, ref)
                 return None
             segments.append(Segment(ref.start, ref.end, data))
-        checkpoint = None
-        if match.checkpoint is not None:
-            data = self.store.get(match.checkpoint.name)
-            if data is None:
-                self._forget(tokens, match.checkpoint)
-                return None
-            checkpoint = Checkpoint(match.checkpoint.position, data)
-        self.touch(tokens, match.n_tokens)
-        return segments, checkpoint
+        if match.checkpoint is None:
+            return segments, None
+        checkpoint = self.fetch_checkpoint(tokens, match)
+        return None if checkpoint is None else (segments, checkpoint)
+
+    def fetch_checkpoint(self, tokens: IntArray, match: Match) -> Checkpoint | None:
+        """Return the checkpoint of a match, all that a live sequence needs. See `fetch`."""
+        ref = match.checkpoint
+        if ref is None:
+            return None
+        data = self.store.get(ref.name)
+        if data is None:
+            self._forget(tokens, ref)
+            return None
+        return Checkpoint(ref.position, data)
 
     def touch(self, tokens: IntArray, n_tokens: int) -> None:
         """Count a use of the path to `n_tokens`, its checkpoint there included."""
@@ -255,12 +268,22 @@ class PrefixTree:
                 if kept is not None:
                     kept.last_used, kept.hits = now, kept.hits + 1
 
-    def reject(self, tokens: IntArray, match: Match) -> None:
-        """Forget the states of a match that a runtime refused: the next prompt is evaluated."""
-        refs: list[SegmentRef | CheckpointRef] = [*match.segments]
-        if match.checkpoint is not None:
-            refs.append(match.checkpoint)
-        for ref in refs:
+    def reject(
+        self, tokens: IntArray, match: Match, refused: Segment | Checkpoint | None = None
+    ) -> None:
+        """Forget what a runtime refused, and what hangs off it.
+
+        Args:
+            tokens: The prompt of the match.
+            match: What was to be restored.
+            refused: The state that is not what it should be; None when that is not known. Then
+                the deepest one goes, which costs the least if it was not to blame.
+        """
+        deepest = match.checkpoint or (match.segments[-1] if match.segments else None)
+        ref: SegmentRef | CheckpointRef | None = deepest
+        if isinstance(refused, Segment):
+            ref = next((ref for ref in match.segments if ref.start == refused.start), deepest)
+        if ref is not None:
             self._forget(tokens, ref)
 
     def checkpoint_positions(self, tokens: IntArray) -> list[int]:
@@ -382,7 +405,7 @@ class PrefixTree:
                 if covered and self.max_checkpoints and self._keep(ref, lambda: read().data):
                     kept = _Kept(node, ref, self._clock(), next(self._numbers))
                     node.checkpoints[position] = kept
-                    self._enqueue(kept)
+                    self._held_bytes += n_bytes
                     self._thin_out(path)
                     return True
         finally:
@@ -412,20 +435,21 @@ class PrefixTree:
         self._roots.setdefault(self.namespace, path.nodes[0][0])
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))
-        self._hold(node)
-        self._enqueue(node.segment)
+        self._n_nodes += 1
+        self._hold(node)  # queued when it is let go
         return node
 
     def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef) -> None:
         """Let a longer tail take the place of a shorter one."""
         old = node.segment
+        before = self._own_bytes(node)
         node.extend(more)
         node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
         if old is not None:
             node.segment.hits, node.segment.created = old.hits, old.created
             if self.traits.segments:
                 self.store.delete(old.ref.name)
-        self._enqueue(node.segment)
+        self._held_bytes += self._own_bytes(node) - before  # a path that is saved is pinned
 
     # -- room --------------------------------------------------------------------------------
 
@@ -448,14 +472,18 @@ class PrefixTree:
 
     def _reclaimable_bytes(self) -> int:
         """Return the bytes that are free or could be freed without touching a pinned node."""
-        # Pins are set along whole paths: nothing that is not pinned is above what is.
-        return self.store.capacity_bytes - sum(map(self._own_bytes, self._held))
+        # Pins are set along whole paths, so nothing that is not pinned is above what is.
+        return self.store.capacity_bytes - self._held_bytes
 
     def _own_bytes(self, node: SpanNode) -> int:
         segment = node.segment.n_bytes if node.segment and self.traits.segments else 0
         return segment + sum(kept.n_bytes for kept in node.checkpoints.values())
 
     def _enqueue(self, kept: _Kept) -> None:
+        """Put something that can be evicted into the queue, once."""
+        if kept.queued:
+            return
+        kept.queued = True
         rank = self.policy.rank(kept, self._clock())
         heapq.heappush(self._queue, (rank, next(self._numbers), kept))
         if len(self._queue) > self._tidy_at:
@@ -473,29 +501,27 @@ class PrefixTree:
     def _evict_one(self) -> bool:
         """Evict what the policy ranks first among leaves and checkpoints that nobody holds.
 
-        The queue is lazy: what was used since it was queued goes back with its new rank; what
-        cannot go now waits aside, and a node that is no leaf is queued again when it becomes one.
+        The queue is lazy: what was used since it was queued goes back with its new rank. What
+        cannot go now leaves it: a pinned node is queued again when it is let go, a segment that
+        others hang off when it becomes a leaf's.
         """
-        now, aside = self._clock(), []
-        evicted = False
-        while self._queue and not evicted:
-            rank, number, kept = heapq.heappop(self._queue)
+        now = self._clock()
+        while self._queue:
+            rank, _, kept = heapq.heappop(self._queue)
+            kept.queued = False
             node = kept.node
-            if not self._is_live(kept):
+            is_checkpoint = isinstance(kept.ref, CheckpointRef)
+            if not self._is_live(kept) or node.pins or (node.branches and not is_checkpoint):
                 continue
-            if (current := self.policy.rank(kept, now)) > rank:
-                heapq.heappush(self._queue, (current, number, kept))
-            elif node.pins:
-                aside.append((rank, number, kept))
-            elif isinstance(kept.ref, CheckpointRef):
+            if self.policy.rank(kept, now) > rank:
+                self._enqueue(kept)
+                continue
+            if is_checkpoint:
                 self._drop_checkpoint(kept)
-                evicted = True
-            elif not node.branches:
+            else:
                 self._drop_leaf(node)
-                evicted = True
-        for item in aside:
-            heapq.heappush(self._queue, item)
-        return evicted
+            return True
+        return False
 
     def _drop_checkpoint(self, kept: _Kept) -> None:
         node, ref = kept.node, kept.ref
@@ -503,6 +529,8 @@ class PrefixTree:
             raise InvalidValue(f"{ref} is no checkpoint")
         del node.checkpoints[ref.position]
         self.store.delete(ref.name)
+        if node.pins:
+            self._held_bytes -= ref.n_bytes
         self.counters.evicted_checkpoints += 1
         self.counters.evicted_bytes += ref.n_bytes
         if self._is_useless(node):
@@ -544,7 +572,7 @@ class PrefixTree:
                 continue
             checkpoint = isinstance(ref, CheckpointRef)
             kept = node.checkpoints.get(position) if checkpoint else node.segment
-            if kept is None or kept.ref.name != ref.name:
+            if kept is None or kept.ref.name != ref.name or node.pins:
                 return
             self.counters.lost_blobs += 1
             if checkpoint:
@@ -557,6 +585,7 @@ class PrefixTree:
     def _drop_subtree(self, node: SpanNode) -> None:
         for below in walk(node):
             self._delete_blobs(below)
+            self._n_nodes -= 1
         parent = node.parent
         if parent is not None:
             parent.detach(node)
@@ -579,13 +608,22 @@ class PrefixTree:
             yield
         finally:
             for node, _ in path.nodes:  # also those that were hung on meanwhile
-                node.pins -= 1
-                if not node.pins:
-                    self._held.discard(node)
+                self._let_go(node)
 
     def _hold(self, node: SpanNode) -> None:
+        if not node.pins:
+            self._held_bytes += self._own_bytes(node)
         node.pins += 1
-        self._held.add(node)
+
+    def _let_go(self, node: SpanNode) -> None:
+        node.pins -= 1
+        if node.pins:
+            return
+        self._held_bytes -= self._own_bytes(node)
+        for kept in node.checkpoints.values():
+            self._enqueue(kept)
+        if node.segment is not None and not node.branches:
+            self._enqueue(node.segment)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -608,7 +646,7 @@ class PrefixTree:
             yield from nodes
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._nodes())
+        return self._n_nodes
 
     def entries(self) -> list[TreeEntry]:
         """Return every prompt known to its end, most recently used first."""
@@ -643,6 +681,7 @@ class PrefixTree:
             self._delete_blobs(node)
         self._roots.clear()
         self._queue.clear()
+        self._n_nodes = 0
 
     def check(self, *, fix: bool = False) -> None:
         """Prove that nodes, blobs and counted bytes agree.
@@ -674,6 +713,24 @@ class PrefixTree:
             raise IntegrityError(
                 f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted"
             )
+        self._check_bookkeeping()
+
+    def _check_bookkeeping(self) -> None:
+        nodes = list(self._nodes())
+        if len(nodes) != self._n_nodes:
+            raise IntegrityError(f"{self._n_nodes} nodes are counted, there are {len(nodes)}")
+        held_bytes = sum(self._own_bytes(node) for node in nodes if node.pins)
+        if held_bytes != self._held_bytes:
+            raise IntegrityError(f"{self._held_bytes:,} bytes count as held, {held_bytes:,} are")
+        in_queue = [kept for _, _, kept in self._queue]
+        if len(set(map(id, in_queue))) != len(in_queue):
+            raise IntegrityError(f"the queue of {len(in_queue)} has something twice")
+        for node in nodes:
+            evictable = [] if node.pins else list(node.checkpoints.values())
+            if node.segment is not None and not (node.branches or node.pins):
+                evictable.append(node.segment)
+            if not all(kept.queued for kept in evictable):
+                raise IntegrityError(f"{node!r} holds what would never be evicted")
 
     def _survey(self) -> tuple[dict[bytes, int], list[tuple[SpanNode, str]]]:
         """Return the sizes of all blobs by name, and what is wrong with which nodes.

@@ -41,6 +41,7 @@ from llamakeep.errors import (
     RestoreFailed,
     StateError,
     StateRejected,
+    blaming,
 )
 from llamakeep.runtime.base import Family, Runtime, Traits
 from llamakeep.runtime.layout import check_cover
@@ -656,10 +657,14 @@ class FakeRuntime:
             self._restore_whole(seq_id, n_tokens, segments, checkpoint)
             return
         check_cover(n_tokens, segments, needed=self.traits.segments)
-        states = [self._parse(part.data, _SEGMENT, part.start, part.end) for part in segments]
+        states = []
+        for part in segments:
+            with blaming(part):
+                states.append(self._parse(part.data, _SEGMENT, part.start, part.end))
         rolling = None
         if self.traits.rolling:
-            rolling = self._parse_checkpoint(checkpoint, n_tokens, seq_id)
+            with blaming(checkpoint):
+                rolling = self._parse_checkpoint(checkpoint, n_tokens, seq_id)
         self._step("restore")
         self.calls.restores += 1
         with self._all_or_empty(seq_id):

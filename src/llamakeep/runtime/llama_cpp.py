@@ -32,6 +32,7 @@ from llamakeep.errors import (
     RestoreFailed,
     StateError,
     StateRejected,
+    blaming,
 )
 from llamakeep.runtime.base import Family, Runtime, Traits
 from llamakeep.runtime.layout import (
@@ -540,7 +541,8 @@ class LlamaCppRuntime:
         layout = self._known
         check_cover(n_tokens, segments, needed=self.traits.segments)
         for segment in segments:
-            layout.check_segment(segment.data, segment.start, segment.end)
+            with blaming(segment):
+                layout.check_segment(segment.data, segment.start, segment.end)
         if not self.traits.rolling:
             return layout.window_cells(n_tokens)
         return self._check_checkpoint(checkpoint, n_tokens)
@@ -550,7 +552,8 @@ class LlamaCppRuntime:
             raise StateRejected(f"no checkpoint at {n_tokens}")
         if checkpoint.position != n_tokens:
             raise StateRejected(f"checkpoint is at {checkpoint.position}, not {n_tokens}")
-        return self._known.check_checkpoint(checkpoint.data, n_tokens)
+        with blaming(checkpoint):
+            return self._known.check_checkpoint(checkpoint.data, n_tokens)
 
     def _place(self, seq_id: int, n_tokens: int, segments: Sequence[Segment]) -> None:
         stops = [*(segment.start for segment in segments[1:]), n_tokens]
