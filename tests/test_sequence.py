@@ -227,3 +227,28 @@ def test_the_eviction_queue_does_not_grow_with_requests() -> None:
     for seed in range(300):
         served.ask(joined(common, tokens_of(40, seed)))
     assert len(served.tree._queue) <= 2 * len(served.tree) + 64
+
+
+def test_reasons_say_why_the_rest_is_evaluated() -> None:
+    served = Served({"family": Family.HYBRID})
+    sequence, prompt = served.sequences[0], tokens_of(300, 1)
+
+    def reason(prompt: IntArray) -> str:
+        reuse = sequence.resume(prompt)
+        sequence.advance(prompt[reuse.reused_tokens :])
+        sequence.save()
+        return reuse.reason
+
+    end = "the end of a prompt is always evaluated, from a multiple of 8 on"
+    assert reason(prompt) == "first time seen"
+    assert reason(prompt) == end
+    assert reason(joined(prompt[:296], tokens_of(50, 2))) == "new from token 296 on"
+    forked = joined(prompt[:200], tokens_of(50, 3))
+    leaves = "no checkpoint at token 200, where the prompt leaves what is known; there is none"
+    assert reason(forked) == leaves
+    assert reason(joined(prompt[:200], tokens_of(50, 4))) == "new from token 200 on"
+    served.runtime.fail("restore")
+    assert reason(prompt) == "a stored state could not be used: injected into restore"
+    attention = Served({"family": Family.ATTENTION})
+    attention.ask(prompt)
+    assert attention.sequences[0].resume(forked).reason == "new from token 200 on"

@@ -296,25 +296,7 @@ def test_a_match_names_what_is_needed_and_no_more() -> None:
     spans = [(ref.start, ref.end) for ref in tree.match_prefix(tokens, limit=32).segments]
     assert spans == [(0, 16), (16, 32)]
     assert tree.match_prefix(tokens, limit=0).segments == ()
-    assert tree.match_prefix(random_tokens(9, 9)) == Match(0, 0, reason="new from token 0 on")
-
-
-def test_the_reason_says_why_no_deeper_position_is_restorable() -> None:
-    tree = byte_tree(traits=ROLLING)
-    tokens = random_tokens(50, 1)
-    assert tree.match_prefix(tokens).reason == "first time seen"
-    keep_all(tree, tokens, 30, 50)
-    assert tree.match_prefix(tokens).reason == ""
-    fork = join(tokens[:40], array(tokens[40] ^ 1))
-    reason = "no checkpoint at 40, where the prompt leaves what is kept; "
-    assert tree.match_prefix(fork).reason == reason + "the nearest before it is at 30"
-    fork = join(tokens[:20], array(tokens[20] ^ 1))
-    reason = "no checkpoint at 20, where the prompt leaves what is kept; none before it"
-    assert tree.match_prefix(fork).reason == reason
-    plain = byte_tree()
-    keep(plain, tokens)
-    assert plain.match_prefix(tokens).reason == ""
-    assert plain.match_prefix(fork).reason == "new from token 20 on"
+    assert tree.match_prefix(random_tokens(9, 9)) == Match(0, 0)
 
 
 def test_matching_changes_nothing() -> None:
@@ -445,7 +427,7 @@ def test_fault_25_a_prompt_longer_than_the_capacity_evicts_nothing() -> None:
         keep(tree, tokens)
     long = random_tokens(127, 9)
     saved = keep(tree, long)
-    assert (saved.n_tokens, saved.refused) == (32, "16 bytes of tokens 32 to 48 do not fit")
+    assert (saved.n_tokens, saved.refused) == (32, "127 bytes of tokens 0 to 127 do not fit")
     assert [depth(tree, tokens) for tokens in (*three, long)] == [30, 30, 30, 32]
     assert keep(tree, long[:126]).n_tokens == 126  # this one fits, and takes their place
     assert [depth(tree, tokens) for tokens in three] == [0, 0, 0]
@@ -947,7 +929,7 @@ def test_faults_4_and_47_namespaces_share_the_budget_and_nothing_else() -> None:
     tree.namespace = b"a"
     keep_all(tree, tokens, 32)
     tree.namespace = b"b"
-    assert tree.match_prefix(tokens) == Match(0, 0, reason="first time seen")
+    assert tree.match_prefix(tokens) == Match(0, 0)
     assert tree.checkpoint_positions(tokens) == []
     reads: list[tuple[int, int]] = []
     keep(tree, tokens, reads)

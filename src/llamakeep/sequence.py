@@ -75,11 +75,19 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where `reach` brought a sequence: tokens held, the tier they came from, the tree's offer."""
+    """Where `reach` brought a sequence.
+
+    Attributes:
+        n_tokens: Tokens it holds now.
+        tier: Where they came from.
+        match: What the tree had to offer.
+        problem: What went wrong on the way, or "".
+    """
 
     n_tokens: int
     tier: str
     match: Match
+    problem: str = ""
 
 
 class KeptSequence:
@@ -121,6 +129,7 @@ class KeptSequence:
         traits = runtime.traits
         self._on_device = on_device and not (traits.whole_because or traits.family.has_window)
         self._device: DeviceCheckpoint | None = None
+        self._warned_refused = False
 
     @property
     def device_bytes(self) -> int:
@@ -175,7 +184,7 @@ class KeptSequence:
             reached.n_tokens,
             prompt.size - reached.n_tokens,
             reached.tier,
-            "" if reached.n_tokens == limit else reached.match.reason,
+            self._why_no_deeper(reached, max(reached.match.shared_tokens, common), limit),
             restore_ms=(time.perf_counter() - begin) * 1e3,
         )
 
@@ -187,25 +196,37 @@ class KeptSequence:
             limit = min(limit, align_down(self.live.n_scores, align))
         match = self._tree.match_prefix(prompt, limit=limit, align=align)
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
-        if scored and n_live < match.n_tokens:
-            match = Match(0, match.shared_tokens, reason="logits of the whole prompt are wanted")
-        if n_live and n_live >= match.n_tokens:
+        problem = ""
+        if n_live and (scored or n_live >= match.n_tokens):
             try:
                 self._runtime.rewind(self._seq_id, n_live, checkpoint)
             except StateError as error:
+                problem = f"the live state could not be cut back: {error}"
                 self._failed("rewind", error)
             else:
                 self._settle(prompt[:n_live], n_scores=min(self.live.n_scores, n_live))
                 return Reached(n_live, "live", match)
-        if match.n_tokens:
-            reason = self._restore(prompt, match)
-            if not reason:
+        if match.n_tokens and not scored:
+            problem = self._restore(prompt, match)
+            if not problem:
                 self._device = None
                 self._settle(prompt[: match.n_tokens])
                 return Reached(match.n_tokens, self._tree.store.tier, match)
-            match = Match(0, match.shared_tokens, reason=reason)
         self.clear()
-        return Reached(0, "none", match)
+        return Reached(0, "none", match, problem)
+
+    def _why_no_deeper(self, reached: Reached, known: int, limit: int) -> str:
+        """Say why the rest of a prompt has to be evaluated. `known` tokens were seen before."""
+        if reached.problem:
+            return reached.problem
+        if not known:
+            return "first time seen"
+        if reached.n_tokens >= limit:
+            return f"the end of a prompt is always evaluated, from a multiple of {self._align} on"
+        if reached.n_tokens >= align_down(known, self._align):
+            return f"new from token {known} on"
+        where = f"the nearest is at {reached.n_tokens}" if reached.n_tokens else "there is none"
+        return f"no checkpoint at token {known}, where the prompt leaves what is known; {where}"
 
     def _live_candidate(
         self, prompt: IntArray, match: Match, limit: int, align: int
@@ -253,11 +274,15 @@ class KeptSequence:
         self.live.replace(tokens)
         self.live.n_scores = n_scores
 
-    def _failed(self, what: str, error: LlamakeepError) -> None:
-        self.failures[what] = self.failures.get(what, 0) + 1
+    def _failed(self, what: str, error: Exception) -> None:
+        self.count_failure(what)
         logger.warning("%s failed, the prompt is evaluated instead: %s", what, error)
         if isinstance(error, RestoreFailed):
             self._empty()
+
+    def count_failure(self, what: str) -> None:
+        """Count something that went wrong and was survived."""
+        self.failures[what] = self.failures.get(what, 0) + 1
 
     # -- evaluating --------------------------------------------------------------------------
 
@@ -379,5 +404,8 @@ class KeptSequence:
             tokens, segment_bytes=self._runtime.segment_bytes, read=read, and_bytes=and_bytes
         )
         if saved.refused:
-            logger.info("not everything was kept: %s", saved.refused)
+            level = logging.INFO if self._warned_refused else logging.WARNING
+            self._warned_refused = True
+            room = self._tree.store.capacity_bytes
+            logger.log(level, "not all is kept: %s into %s bytes", saved.refused, f"{room:,}")
         return saved.n_tokens == tokens.size

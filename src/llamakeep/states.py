@@ -95,14 +95,12 @@ class Match:
         shared_tokens: Tokens that the tree shares with the prompt, restorable or not.
         segments: In order; each is used up to the start of the next, the last up to `n_tokens`.
         checkpoint: Applied last; None in families that need none.
-        reason: Why no deeper position is restorable, in words.
     """
 
     n_tokens: int
     shared_tokens: int
     segments: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

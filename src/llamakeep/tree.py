@@ -198,10 +198,8 @@ class PrefixTree:
             along = self._checkpoints_along(path)
             n_tokens = best_to_restore(along, deepest, align)
             checkpoint = along.get(n_tokens)
-            reason = self._why_no_deeper(path.n_tokens, n_tokens, along)
         else:
             n_tokens = align_down(deepest, align)
-            reason = "" if path.n_tokens == tokens.size else f"new from token {path.n_tokens} on"
         segments = tuple(
             kept.ref
             for node, _ in path.nodes
@@ -214,17 +212,7 @@ class PrefixTree:
             path.n_tokens,
             segments if self.traits.segments and n_tokens else (),
             checkpoint.ref if checkpoint and isinstance(checkpoint.ref, CheckpointRef) else None,
-            reason,
         )
-
-    @staticmethod
-    def _why_no_deeper(shared: int, n_tokens: int, along: dict[int, _Kept]) -> str:
-        if not shared:
-            return "first time seen"
-        if shared == n_tokens:
-            return ""
-        nearest = f"the nearest before it is at {n_tokens}" if n_tokens else "none before it"
-        return f"no checkpoint at {shared}, where the prompt leaves what is kept; {nearest}"
 
     def fetch(
         self, tokens: IntArray, match: Match
@@ -325,9 +313,9 @@ class PrefixTree:
         with self._pinned(path):
             n_bytes = and_bytes + self._missing_bytes(at, tokens.size, segment_bytes)
             fits = n_bytes <= self._reclaimable_bytes()
+            refused = f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
             if self.traits.rolling and not fits:
                 self.counters.refused_segments += 1
-                refused = f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
                 return Saved(at, refused=refused)
             while at < tokens.size:
                 grows = node.start < at == node.end and at % self.segment_tokens != 0
@@ -338,7 +326,8 @@ class PrefixTree:
                 produce = partial(self._read_span, read, start, end)
                 if not self._keep(ref, produce, evict=fits):
                     self.counters.refused_segments += 1
-                    refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
+                    if fits:
+                        refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
                     return Saved(at, read_bytes, reread_bytes, refused)
                 read_bytes += n_bytes
                 if grows:
@@ -483,9 +472,9 @@ class PrefixTree:
         """Put something that can be evicted into the queue, once."""
         if kept.queued:
             return
-        kept.queued = True
         rank = self.policy.rank(kept, self._clock())
         heapq.heappush(self._queue, (rank, next(self._numbers), kept))
+        kept.queued = True
         if len(self._queue) > self._tidy_at:
             live = [item for item in self._queue if self._is_live(item[2])]
             heapq.heapify(live)
@@ -607,19 +596,23 @@ class PrefixTree:
         try:
             yield
         finally:
-            for node, _ in path.nodes:  # also those that were hung on meanwhile
-                self._let_go(node)
+            # Also those that were hung on meanwhile. A policy may raise: nothing stays pinned.
+            free = [node for node, _ in path.nodes if self._let_go(node)]
+            for node in free:
+                self._enqueue_all(node)
 
     def _hold(self, node: SpanNode) -> None:
         if not node.pins:
             self._held_bytes += self._own_bytes(node)
         node.pins += 1
 
-    def _let_go(self, node: SpanNode) -> None:
+    def _let_go(self, node: SpanNode) -> bool:
         node.pins -= 1
-        if node.pins:
-            return
-        self._held_bytes -= self._own_bytes(node)
+        if not node.pins:
+            self._held_bytes -= self._own_bytes(node)
+        return not node.pins
+
+    def _enqueue_all(self, node: SpanNode) -> None:
         for kept in node.checkpoints.values():
             self._enqueue(kept)
         if node.segment is not None and not node.branches:
