@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from llamakeep.checkpoints import (
     MIN_EVALUATED,
     best_to_restore,
-    check_align,
     deepest_resume,
     least_missed,
     positions_to_take,
@@ -50,13 +49,6 @@ def test_deepest_resume_leaves_two_tokens_and_is_aligned(
 def test_deepest_resume_is_the_deepest(n_tokens: int, align: int) -> None:
     brute = [p for p in range(n_tokens + 1) if p % align == 0 and n_tokens - p >= MIN_EVALUATED]
     assert deepest_resume(n_tokens, align) == max(brute, default=0)
-
-
-@pytest.mark.parametrize("align", [0, -8])
-def test_an_alignment_below_one_is_named(align: int) -> None:
-    assert check_align(1) == 1
-    with pytest.raises(InvalidValue, match=f"not {align}"):
-        check_align(align)
 
 
 # -- where -----------------------------------------------------------------------------------------

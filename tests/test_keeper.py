@@ -965,13 +965,17 @@ def test_a_small_capacity_is_never_passed_and_answers_stay_right(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"capacity_bytes": -1}, "capacity_bytes is too small: -1"),
+        ({"capacity_bytes": -1}, "capacity_bytes must be 0 or more, not -1"),
         ({"capacity_bytes": 1000}, "below one segment of 256 tokens"),
-        ({"segment_tokens": 0}, "segment_tokens is too small: 0"),
-        ({"min_step": -5}, "min_step is too small: -5"),
-        ({"ctx_checkpoints": -1}, "ctx_checkpoints is too small: -1"),
+        ({"segment_tokens": 0}, "segment_tokens must be 1 or more, not 0"),
+        ({"min_step": -5}, "min_step must be 0 or more, not -5"),
+        ({"ctx_checkpoints": -1}, "ctx_checkpoints must be 0 or more, not -1"),
         ({"align": 0}, "align must be 1 or more, not 0"),
         ({"policy": "newest"}, "unknown policy 'newest'; known: lru, oldest"),
+        ({"policy": None}, "policy must be lru, oldest or have a rank method, not None"),
+        ({"capacity_bytes": "2G"}, "capacity_bytes must be a whole number, not '2G'"),
+        ({"segment_tokens": 2.5}, "segment_tokens must be a whole number, not 2.5"),
+        ({"ctx_checkpoints": True}, "ctx_checkpoints must be a whole number, not True"),
     ],
 )
 def test_bad_arguments_are_named_and_the_llama_still_works(
@@ -1041,6 +1045,57 @@ def test_a_context_that_cannot_be_made_gives_the_old_one_back(
     assert len(answer(llm, tokens_of(20, 1), 3)) == 3
 
 
+def test_what_is_no_llama_is_named(tiny_llama: Callable[..., Any]) -> None:
+    with pytest.raises(llamakeep.InvalidValue, match=r"a llama_cpp\.Llama is needed, not str"):
+        llamakeep.attach("model.gguf")
+    llm = tiny_llama("attention")
+    llm.model_params.vocab_only = True
+    with pytest.raises(ModelError, match="vocab_only=True"):
+        llamakeep.attach(llm)
+
+
+def test_bad_adapters_are_named_and_those_before_stay(
+    tiny_llama: Callable[..., Any], tiny_lora: Any, tiny_model: Callable[[str], Any]
+) -> None:
+    llm, other = tiny_llama("attention"), tiny_llama("hybrid")
+    keeper, of_other = llamakeep.attach(llm), llamakeep.attach(other)
+    prompt = tokens_of(40, 1)
+    keeper.set_lora({tiny_lora: 1.0})
+    expected = next_logits(llm, prompt)
+    for adapters, said in (
+        ("style.gguf", "given like"),
+        (["style.gguf"], "given like"),
+        (None, "given like"),
+        ({tiny_lora: float("nan")}, "must be a finite number, not nan"),
+        ({tiny_lora: "0.5"}, "must be a finite number, not '0.5'"),
+        ({"missing.gguf": 1.0}, "cannot read the LoRA adapter missing.gguf"),
+        ({tiny_model("attention"): 1.0}, "is not a LoRA adapter for this model"),
+    ):
+        with pytest.raises((llamakeep.InvalidValue, ModelError), match=said):
+            keeper.set_lora(adapters)
+    with pytest.raises(ModelError, match="is not a LoRA adapter for this model"):
+        of_other.set_lora({tiny_lora: 1.0})
+    assert np.abs(next_logits(llm, prompt) - expected).max() <= TOLERANCE
+    assert len(answer(other, prompt, 4)) == 4
+
+
+def test_a_policy_that_raises_costs_no_answer(
+    tiny_llama: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        name = "broken"
+
+        def rank(self, *_: Any) -> Any:
+            raise ZeroDivisionError("of the policy")
+
+    llm, plain = tiny_llama("attention"), tiny_llama("attention")
+    keeper = llamakeep.attach(llm, policy=Broken())
+    prompt = tokens_of(60, 1)
+    assert answer(llm, prompt, 6) == answer(plain, prompt, 6)
+    assert keeper.stats()["failures"] == {"save": 1}
+    assert "of the policy" in caplog.text
+
+
 def test_stale_device_checkpoints_are_refused(tiny_llama: Callable[..., Any]) -> None:
     llm = tiny_llama("hybrid")
     keeper = llamakeep.attach(llm)
@@ -1059,7 +1114,18 @@ def test_progress_is_reported_while_a_prompt_is_evaluated(tiny_llama: Callable[.
     seen: list[tuple[int, int]] = []
     keeper.on_progress = lambda done, total: seen.append((done, total))
     answer(llm, tokens_of(200, 1), 4)
-    assert seen == [(64, 200), (128, 200), (192, 200), (200, 200)]
+    assert seen == [(0, 200), (64, 200), (128, 200), (192, 200), (200, 200)]
+
+    def cancel(done: int, _total: int) -> None:
+        if done:
+            raise RuntimeError("cancelled by the user")
+
+    keeper.on_progress = cancel
+    with pytest.raises(RuntimeError, match=r"^cancelled by the user$") as raised:
+        answer(llm, tokens_of(200, 2), 4)
+    assert type(raised.value) is RuntimeError
+    keeper.on_progress = None
+    assert len(answer(llm, tokens_of(200, 2), 4)) == 4
 
 
 def test_public_names_are_sorted_and_complete() -> None:

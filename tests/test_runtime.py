@@ -1228,7 +1228,7 @@ def test_models_that_cannot_be_loaded_are_named(
     with pytest.raises(ModelError, match=said) as raised:
         LlamaCppRuntime.load(path)
     assert str(path) in str(raised.value)
-    with pytest.raises(InvalidValue, match="n_ctx is too small: -1"):
+    with pytest.raises(InvalidValue, match="n_ctx must be 0 or more, not -1"):
         LlamaCppRuntime.load(path, n_ctx=-1)
-    with pytest.raises(InvalidValue, match="n_seqs is too small: 0"):
+    with pytest.raises(InvalidValue, match="n_seqs must be 1 or more, not 0"):
         LlamaCppRuntime.load(path, n_seqs=0)

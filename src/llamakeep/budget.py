@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from llamakeep.errors import IntegrityError, InvalidValue, OverBudget
+from llamakeep.errors import IntegrityError, InvalidValue, OverBudget, whole_number
 
 
 class ByteBudget:
@@ -21,9 +21,7 @@ class ByteBudget:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise InvalidValue(f"capacity_bytes must be 0 or more, not {capacity_bytes}")
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes, 0)
         self._used_bytes = 0
         self._peak_bytes = 0
         self._lock = threading.Lock()

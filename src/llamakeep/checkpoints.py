@@ -26,17 +26,6 @@ def deepest_resume(n_tokens: int, align: int) -> int:
     return align_down(n_tokens - MIN_EVALUATED, align)
 
 
-def check_align(align: int) -> int:
-    """Return `align`.
-
-    Raises:
-        InvalidValue: When it is below 1.
-    """
-    if align < 1:
-        raise InvalidValue(f"align must be 1 or more, not {align}")
-    return align
-
-
 def positions_to_take(
     n_tokens: int,
     resume: int,

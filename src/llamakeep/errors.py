@@ -22,6 +22,7 @@ callers' mistakes and for what breaks below.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,3 +104,17 @@ class KeeperBusy(LlamakeepError, RuntimeError):
 
 class KeeperClosed(LlamakeepError, RuntimeError):
     """The keeper was detached, or its model closed."""
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return `value`, a whole number of at least `least`.
+
+    Raises:
+        InvalidValue: With the argument's name and its value.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidValue(f"{name} must be a whole number, not {value!r}")
+    number = operator.index(value)
+    if number < least:
+        raise InvalidValue(f"{name} must be {least} or more, not {number}")
+    return number

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,14 +24,13 @@ import numpy as np
 import psutil
 
 from llamakeep.chat import find_starts, user_delimiter
-from llamakeep.checkpoints import check_align
 from llamakeep.errors import (
     ContextOverflow,
     DecodeError,
     InvalidValue,
     KeeperBusy,
     KeeperClosed,
-    LlamakeepError,
+    whole_number,
 )
 from llamakeep.fingerprint import Adapter, Namespace, fingerprint_file
 from llamakeep.policy import Policy, get_policy
@@ -71,8 +71,9 @@ class Keeper:
 
     Attributes:
         last: How the last prompt was served, or None before the first.
-        on_progress: Called with (tokens evaluated, tokens to evaluate) while a prompt is
-            evaluated, after each batch; None for no calls.
+        on_progress: Called with (tokens evaluated, tokens to evaluate) before a prompt is
+            evaluated and after each batch of `n_batch`; None for no calls. What it raises ends the
+            call, and reaches the caller as it is.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Keeper:
         self._sequence = sequence
         self._turns = Turns()
         self._prompt_end = 0
+        self._served: Reuse | None = None  # by the call that runs now
         self._need_scores = False
         self._in_chat = False
         self._delimiters: dict[str, IntArray] = {}
@@ -109,7 +111,14 @@ class Keeper:
         """Return counters and sizes: JSON-ready, keys as everywhere in llamakeep.
 
         From any thread, also while a call runs; costs nothing that grows with what is kept.
-        `saved_share` is the share of prompt tokens, 0 to 1, that were not evaluated.
+        `requests`, `reused_tokens` and `evaluated_tokens` count prompts and their tokens;
+        `saved_share` is the share of prompt tokens, 0 to 1, that were not evaluated. `used_bytes`
+        of `capacity_bytes` are kept in `blobs` that hang on `nodes`; `device_bytes` are in buffers
+        of the context, estimated and not counted against the capacity; `live_tokens` are in the
+        context. `hits` and `misses` are requests that did and did not find a state; `evicted_*`
+        and `refused_*` are what went and what did not fit, `lost_blobs` what was gone or refused
+        on use, `failures` what went wrong and was survived, by kind. `whole_because` says why a
+        model's states are kept whole, or nothing.
         """
         totals = self._totals
         prompt_tokens = totals["reused_tokens"] + totals["evaluated_tokens"]
@@ -132,6 +141,9 @@ class Keeper:
 
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt, most recently used first: JSON-ready.
+
+        Each has `n_tokens`, `path_bytes` (what it shares with others included), the positions of
+        its `checkpoints`, `hits` and `last_used` (seconds of `time.monotonic`).
 
         Raises:
             KeeperBusy: While a stream is open in this thread.
@@ -172,11 +184,12 @@ class Keeper:
             adapters: Paths and scales; none for the bare model.
 
         Raises:
+            InvalidValue: For a scale that is no finite number.
             ModelError: When one cannot be loaded; the adapters before stay in force.
             KeeperBusy: While a stream is open in this thread.
             KeeperClosed: When the keeper is detached or its model closed.
         """
-        pairs = list(adapters.items() if isinstance(adapters, Mapping) else adapters)
+        pairs = _adapter_pairs(adapters)
         with self._turn() as llm:
             loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
             namespace = _with_adapters(self._namespace, pairs)
@@ -256,6 +269,7 @@ class Keeper:
         self._turns.begin()
         try:
             llm = self._model()
+            self._served = None
             with self._cache_set_aside(llm):
                 result = start(llm)
             if isinstance(result, Generator):
@@ -325,8 +339,8 @@ class Keeper:
 
     def _annotate(self, response: Any) -> None:
         usage = response.get("usage") if isinstance(response, dict) else None
-        if usage and self.last is not None:
-            cached = {"cached_tokens": self.last.reused_tokens}
+        if usage and self._served is not None:
+            cached = {"cached_tokens": self._served.reused_tokens}
             usage.setdefault("prompt_tokens_details", cached)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -397,22 +411,29 @@ class Keeper:
             type(llm).eval(llm, [])
             return
         at, start = 0, self._sequence.live.n_tokens
+        report = self.on_progress if llm.n_tokens + tokens.size <= self._prompt_end else None
         try:
+            if report is not None:
+                report(0, tokens.size)
             for cut in self._sequence.cuts(tokens.size):
                 while at < cut - start:
                     part = tokens[at : min(cut - start, at + llm.n_batch)]
-                    type(llm).eval(llm, part.tolist())
-                    self._sequence.note_evaluated(part, scored=llm._logits_all)
+                    self._evaluate_batch(llm, part)
                     at += part.size
-                    if self.on_progress is not None and llm.n_tokens <= self._prompt_end:
-                        self.on_progress(at, tokens.size)
-        except BaseException as error:
+                    if report is not None:
+                        report(at, tokens.size)
+        except BaseException:
             # Part of a batch may be in the context, or a recurrent state half advanced.
             self._clear_context(llm)
-            if isinstance(error, RuntimeError) and not isinstance(error, LlamakeepError):
-                where = f"{tokens.size - at} tokens at {at}"
-                raise DecodeError(f"{error} while evaluating {where}") from error
             raise
+
+    def _evaluate_batch(self, llm: Any, tokens: IntArray) -> None:
+        at = llm.n_tokens
+        try:
+            type(llm).eval(llm, tokens.tolist())
+        except RuntimeError as error:
+            raise DecodeError(f"{error} for {tokens.size} tokens at {at}") from error
+        self._sequence.note_evaluated(tokens, scored=llm._logits_all)
 
     def _reset(self) -> None:
         with self._turn() as llm:
@@ -491,7 +512,7 @@ class Keeper:
         return reuse.reused_tokens
 
     def _note(self, reuse: Reuse) -> None:
-        self.last = reuse
+        self.last = self._served = reuse
         self._totals["requests"] += 1
         self._totals["reused_tokens"] += reuse.reused_tokens
         self._totals["evaluated_tokens"] += reuse.evaluated_tokens
@@ -513,9 +534,33 @@ class Keeper:
             return
         self._notice(llm)
         n_tokens = common_prefix(self._sequence.live.tokens, accepted)
-        if self._sequence.drop_past(n_tokens):
-            self._tell(llm)
-        self._sequence.save(n_tokens)
+        try:
+            if self._sequence.drop_past(n_tokens):
+                self._tell(llm)
+            self._sequence.save(n_tokens)
+        except Exception:  # the answer is there already: a policy that raises must not undo it
+            self._sequence.count_failure("save")
+            logger.exception("what was evaluated could not be kept")
+
+
+def _adapter_pairs(adapters: object) -> list[tuple[str | Path, float]]:
+    """Return adapters as pairs of path and scale.
+
+    Raises:
+        InvalidValue: For another form, or a scale that is no finite number.
+    """
+    given = list(adapters.items()) if isinstance(adapters, Mapping) else adapters
+    if isinstance(given, (str, Path)) or not isinstance(given, Sequence):
+        raise InvalidValue(f'adapters are given like {{"style.gguf": 0.8}}, not {adapters!r}')
+    pairs = []
+    for item in given:
+        if isinstance(item, (str, Path)) or len(item) != 2:
+            raise InvalidValue(f'an adapter is given like ("style.gguf", 0.8), not {item!r}')
+        path, scale = item
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise InvalidValue(f"the scale of {path} must be a finite number, not {scale!r}")
+        pairs.append((path, float(scale)))
+    return pairs
 
 
 def _with_adapters(namespace: Namespace, adapters: Sequence[tuple[str | Path, float]]) -> Namespace:
@@ -568,38 +613,38 @@ def attach(
     Changes `llm`'s methods until `detach`. Costs a new context and the evaluation of some forty
     tokens, which prove that this model's states can be kept.
     """
-    for name, value in (
-        ("segment_tokens", segment_tokens - 1),
-        ("min_step", min_step),
-        ("ctx_checkpoints", ctx_checkpoints),
-        ("capacity_bytes", capacity_bytes or 0),
+    for name, value, least in (
+        ("segment_tokens", segment_tokens, 1),
+        ("min_step", min_step, 0),
+        ("align", align, 1),
+        ("ctx_checkpoints", ctx_checkpoints, 0),
+        ("capacity_bytes", 0 if capacity_bytes is None else capacity_bytes, 0),
     ):
-        if value < 0:
-            raise InvalidValue(f"{name} is too small: {value + (name == 'segment_tokens')}")
-    check_align(align)
+        whole_number(name, value, least)
     get_policy(policy)
     from llamakeep.runtime.llama_cpp import LlamaCppRuntime, refuse_unfit
 
     refuse_unfit(llm)
     if "generate" in vars(llm):
         raise InvalidValue("this model has a keeper already: detach that first")
+    model = fingerprint_file(llm.model_path)
+    adapters = [(llm.lora_path, llm.lora_scale)] if llm.lora_path else []
     runtime = LlamaCppRuntime.adopt(llm, segment_tokens=segment_tokens)
     capacity = default_capacity_bytes() if capacity_bytes is None else capacity_bytes
-    if runtime.traits.segments and capacity < runtime.segment_bytes(segment_tokens):
-        needed = runtime.segment_bytes(segment_tokens)
+    longest = min(segment_tokens, runtime.n_ctx)
+    if runtime.traits.segments and capacity < (needed := runtime.segment_bytes(longest)):
         runtime.close()
         raise InvalidValue(
-            f"capacity_bytes={capacity:,} is below one segment of {segment_tokens} tokens "
-            f"({needed:,} bytes)"
+            f"capacity_bytes={capacity:,} is below one segment of {longest} tokens ({needed:,} "
+            "bytes): raise it, or lower segment_tokens"
         )
     namespace = Namespace(
-        model=fingerprint_file(llm.model_path),
+        model=model,
         layout=runtime.traits.layout.hex(),
         segment_tokens=segment_tokens,
         context=runtime.context_settings(llm),
     )
-    if llm.lora_path:
-        namespace = _with_adapters(namespace, [(llm.lora_path, llm.lora_scale)])
+    namespace = _with_adapters(namespace, adapters)
     tree = PrefixTree(
         MemoryStore(capacity),
         runtime.traits,

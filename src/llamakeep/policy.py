@@ -87,6 +87,9 @@ def get_policy(policy: str | Policy) -> Policy:
         InvalidValue: For an unknown name; the message lists the known ones.
     """
     if not isinstance(policy, str):
+        if not callable(getattr(policy, "rank", None)):
+            known = ", ".join(policy_names())
+            raise InvalidValue(f"policy must be {known} or have a rank method, not {policy!r}")
         return policy
     try:
         return _POLICIES[policy]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from llamakeep.errors import KeeperBusy
@@ -123,8 +123,14 @@ class OpenStream(Generator[Any, Any, None]):
 
     def _end(self) -> None:
         finish, self._finish = self._finish, None
+        self._context = nullcontext  # it holds the model, which may be dropped now
+        self._inner = _nothing()
         try:
             if finish is not None:
                 finish()
         finally:
             self._turns.end()
+
+
+def _nothing() -> Generator[Any, Any, None]:
+    yield from ()

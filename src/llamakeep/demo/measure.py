@@ -34,7 +34,7 @@ class DemoRow:
         evaluated_tokens: Prompt tokens that it did.
         tier: Where the reused ones came from.
         reason: Why the rest had to be evaluated.
-        generated_tokens: Of the reused ones, those that had been generated one by one.
+        reused_generated_tokens: Of the reused ones, those that had been generated one by one.
         plain_evaluated_tokens: Tokens that a `Llama` alone would evaluate if it were not emptied
             between requests: it reuses the last prompt it saw.
         cold_first_ms: Milliseconds to the first chunk of the answer, nothing reused.
@@ -53,7 +53,7 @@ class DemoRow:
     evaluated_tokens: int
     tier: str
     reason: str
-    generated_tokens: int
+    reused_generated_tokens: int
     plain_evaluated_tokens: int
     cold_first_ms: float
     warm_first_ms: float
@@ -100,7 +100,7 @@ class DemoResult:
         summed = [
             name
             for name in DemoRow.__slots__
-            if name.endswith(("_tokens", "_ms")) and name != "generated_tokens"
+            if name.endswith(("_tokens", "_ms")) and name != "reused_generated_tokens"
         ]
         return {
             "model": self.model,
@@ -196,7 +196,7 @@ class _Pair:
             evaluated_tokens=reuse.evaluated_tokens,
             tier=reuse.tier,
             reason=reuse.reason,
-            generated_tokens=max(0, reuse.reused_tokens - prefilled),
+            reused_generated_tokens=max(0, reuse.reused_tokens - prefilled),
             plain_evaluated_tokens=n_prompt - self._plain_reuse(prompt),
             cold_first_ms=cold.first_ms,
             warm_first_ms=warm.first_ms,

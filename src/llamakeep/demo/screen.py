@@ -78,7 +78,7 @@ def _table(rows: Sequence[DemoRow]) -> Table:
             row.tier,
             _duration(row.cold_first_ms),
             _duration(row.warm_first_ms),
-            Text(f"{row.speedup:.1f}x", style="bold green" if row.speedup >= 2 else ""),
+            Text(f"{row.speedup:.1f}x", style="bold green") if row.reused_tokens else "-",
             Text(_compared(row), style="green" if row.identical else "yellow"),
         )
     return table
@@ -111,9 +111,9 @@ def summary(result: DemoResult) -> list[str]:
         lines.append("Answers: all are what the model says without llamakeep, word for word.")
     for row in different:
         why = (
-            f"It reused {row.generated_tokens} tokens that were generated one by one, which "
+            f"It reused {row.reused_generated_tokens} tokens that were generated one by one, which "
             "llama.cpp rounds differently than tokens evaluated together."
-            if row.generated_tokens
+            if row.reused_generated_tokens
             else "Only evaluated tokens were reused, so this was not expected: please report it."
         )
         lines.append(
@@ -192,6 +192,9 @@ def show_demo(model: Path | None = None, *, quick: bool = False, as_json: bool =
     if as_json:
         print(json.dumps(run_demo(model, quick=quick).as_json(), indent=2))
         return
+    from llamakeep.runtime.llama_cpp import check_gguf
+
+    check_gguf(model)  # before anything is announced
     console = Console(highlight=False, markup=False, emoji=False)
     animated = console.is_terminal and not console.is_dumb_terminal
     console.soft_wrap = not animated  # lines that are kept in files are not folded

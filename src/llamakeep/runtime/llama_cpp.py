@@ -33,6 +33,7 @@ from llamakeep.errors import (
     StateError,
     StateRejected,
     blaming,
+    whole_number,
 )
 from llamakeep.runtime.base import Family, Runtime, Traits
 from llamakeep.runtime.layout import (
@@ -187,10 +188,12 @@ class LlamaCppRuntime:
             ModelError: For a file that is missing or not a model, with its path.
             InvalidValue: For a negative number.
         """
-        for name, value in (("n_ctx", n_ctx), ("n_seqs", n_seqs - 1), ("n_batch", n_batch - 1)):
-            if value < 0:
-                given = value if name == "n_ctx" else value + 1
-                raise InvalidValue(f"{name} is too small: {given}")
+        for name, value, least in (
+            ("n_ctx", n_ctx, 0),
+            ("n_seqs", n_seqs, 1),
+            ("n_batch", n_batch, 1),
+        ):
+            whole_number(name, value, least)
         check_gguf(model_path)
         logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if verbose else logging.ERROR)
         llama_cpp.llama_backend_init()
@@ -687,13 +690,13 @@ class LlamaCppRuntime:
         Raises:
             ModelError: When it is missing or of another model, with its path.
         """
-        check_gguf(path)
+        check_gguf(path, "LoRA adapter")
         stat = Path(path).stat()
         key = (str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns)
         if key not in self._adapters:
             adapter = llama_cpp.llama_adapter_lora_init(self._model, str(path).encode())
-            if adapter is None:
-                raise ModelError(f"llama.cpp could not load the LoRA adapter {path}")
+            if not adapter:  # a null pointer is no None
+                raise ModelError(f"{path} is not a LoRA adapter for this model")
             self._adapters[key] = adapter
         return self._adapters[key]
 
@@ -851,7 +854,7 @@ def usable_cores() -> int:
     return min(psutil.cpu_count(logical=False) or usable or 1, usable or 1)
 
 
-def check_gguf(path: str | Path) -> None:
+def check_gguf(path: str | Path, what: str = "model") -> None:
     """Check that a file exists and begins like a GGUF file.
 
     Raises:
@@ -861,7 +864,7 @@ def check_gguf(path: str | Path) -> None:
         with open(path, "rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise ModelError(f"cannot read the model {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read the {what} {path}: {error.strerror or error}") from error
     if magic != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file (it begins with {magic!r})")
 
@@ -883,10 +886,15 @@ def refuse_unfit(llm: Any) -> None:
     """Raise for a `llama_cpp.Llama` whose state cannot be kept.
 
     Raises:
+        InvalidValue: When it is no `Llama`.
         ModelError: With the reason.
     """
-    if getattr(llm, "_ctx", None) is None or llm._ctx.ctx is None or llm._model.model is None:
-        raise ModelError(f"the model {getattr(llm, 'model_path', '')} is closed")
+    if not isinstance(llm, llama_cpp.Llama):
+        raise InvalidValue(f"a llama_cpp.Llama is needed, not {type(llm).__name__}")
+    if llm._ctx is None or llm._ctx.ctx is None or llm._model.model is None:
+        raise ModelError(f"the model {llm.model_path} is closed")
+    if llm.model_params.vocab_only:
+        raise ModelError(f"{llm.model_path} was loaded with vocab_only=True: it evaluates nothing")
     if llm.context_params.embeddings:
         raise ModelError(f"{llm.model_path} was loaded with embedding=True: no prompt is continued")
     if llama_cpp.llama_model_has_encoder(llm._model.model):
