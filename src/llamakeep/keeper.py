@@ -622,11 +622,12 @@ def attach(
     ):
         whole_number(name, value, least)
     get_policy(policy)
-    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, refuse_unfit
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, check_gguf, refuse_unfit
 
     refuse_unfit(llm)
     if "generate" in vars(llm):
         raise InvalidValue("this model has a keeper already: detach that first")
+    check_gguf(llm.model_path)
     model = fingerprint_file(llm.model_path)
     adapters = [(llm.lora_path, llm.lora_scale)] if llm.lora_path else []
     runtime = LlamaCppRuntime.adopt(llm, segment_tokens=segment_tokens)

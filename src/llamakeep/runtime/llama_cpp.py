@@ -432,8 +432,10 @@ class LlamaCppRuntime:
                 cut = data.size - suffix
                 data[cut : cut + nothing.size] = nothing
                 data.resize(cut + nothing.size, refcheck=False)
-        finally:
-            self._remove(self._spare)
+        except BaseException:
+            self._clean_up(self._spare)
+            raise
+        self._remove(self._spare)
         layout.zero_segment_ids(data, end - start)
         if data.size != layout.segment_size(end - start):
             raise StateError(
