@@ -40,7 +40,7 @@ class TokenError(InvalidValue):
     """A token list is not one-dimensional integers, or an id lies outside the vocabulary."""
 
 
-class ContextOverflow(InvalidValue):
+class ContextOverflow(InvalidValue, RuntimeError):
     """A prompt or a state needs more tokens than the context has room for."""
 
 

@@ -54,6 +54,7 @@ _HOOKED = (
     "load_state",
     "reset",
 )
+_HOOKED_IN_CONTEXT = ("kv_cache_clear", "kv_cache_seq_rm")
 FREE_MEMORY_SHARE = 0.25
 """Share of the memory that is free when a keeper is made that it may fill by default."""
 
@@ -91,11 +92,13 @@ class Keeper:
         self._tree = tree
         self._namespace = namespace
         self._sequence = sequence
+        self._context = llm._ctx
         self._turns = Turns()
         self._prompt_end = 0
         self._served: Reuse | None = None  # by the call that runs now
         self._need_scores = False
         self._in_chat = False
+        self._run_now: object | None = None  # the prompt that is being answered
         self._delimiters: dict[str, IntArray] = {}
         self._warned_cache = False
         self._attached = True
@@ -149,7 +152,7 @@ class Keeper:
             KeeperBusy: While a stream is open in this thread.
             KeeperClosed: When the keeper is detached or its model closed.
         """
-        with self._turn():
+        with self._turn(own=True):
             return [asdict(entry) for entry in self._tree.entries()]
 
     def clear(self) -> None:
@@ -159,7 +162,7 @@ class Keeper:
             KeeperBusy: While a stream is open in this thread.
             KeeperClosed: When the keeper is detached or its model closed.
         """
-        with self._turn() as llm:
+        with self._turn(own=True) as llm:
             self._tree.clear()
             self._clear_context(llm)
 
@@ -169,7 +172,7 @@ class Keeper:
         Raises:
             IntegrityError: With the numbers.
         """
-        with self._turn():
+        with self._turn(own=True):
             self._tree.check()
 
     def set_lora(
@@ -190,7 +193,7 @@ class Keeper:
             KeeperClosed: When the keeper is detached or its model closed.
         """
         pairs = _adapter_pairs(adapters)
-        with self._turn() as llm:
+        with self._turn(own=True) as llm:
             loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
             namespace = _with_adapters(self._namespace, pairs)
             self._clear_context(llm)
@@ -233,9 +236,9 @@ class Keeper:
         return llm
 
     @contextmanager
-    def _turn(self) -> Iterator[Any]:
+    def _turn(self, *, own: bool = False) -> Iterator[Any]:
         """Run inside a turn, our own or the one we are called in; yields the model."""
-        if self._turns.nested:
+        if self._turns.nested and not own:
             yield self._model()
             return
         self._turns.begin()
@@ -265,6 +268,8 @@ class Keeper:
     def _open(self, start: Callable[[Any], Any]) -> Any:
         """Run a call on the model that may return a stream, which then keeps the turn."""
         if self._turns.nested:
+            if self._run_now is not None:
+                raise KeeperBusy("a prompt is being answered, and this call comes from inside that")
             return start(self._model())
         self._turns.begin()
         try:
@@ -286,6 +291,7 @@ class Keeper:
 
     def _finish_call(self) -> None:
         self._need_scores = self._in_chat = False
+        self._run_now = None
 
     def _closed(self) -> None:
         """The model is being closed: wait for another thread's call, then free what is kept."""
@@ -299,15 +305,20 @@ class Keeper:
 
     def _free(self) -> None:
         self._attached = False
-        self._tree.clear()
+        for name in _HOOKED_IN_CONTEXT:
+            vars(self._context).pop(name, None)
         self._runtime.close()
+        self._tree.clear()
 
     # -- the hooked methods ------------------------------------------------------------------
 
     def _hook(self, llm: Any) -> None:
         for name in _HOOKED:
             setattr(llm, name, getattr(self, f"_{name}"))
-        llm._stack.callback(self._closed)
+        for name in _HOOKED_IN_CONTEXT:
+            setattr(llm._ctx, name, getattr(self, f"_{name}"))
+        # The model must not keep a keeper alive that was detached.
+        llm._stack.callback(_close, weakref.ref(self))
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         def start(llm: Any) -> Any:
@@ -333,9 +344,13 @@ class Keeper:
         return result
 
     def _annotated_stream(self, chunks: Iterator[Any]) -> Generator[Any, None, None]:
-        for chunk in chunks:
-            self._annotate(chunk)
-            yield chunk
+        try:
+            for chunk in chunks:
+                self._annotate(chunk)
+                yield chunk
+        finally:
+            if isinstance(chunks, Generator):
+                chunks.close()
 
     def _annotate(self, response: Any) -> None:
         usage = response.get("usage") if isinstance(response, dict) else None
@@ -380,6 +395,7 @@ class Keeper:
                 self._note(Reuse(n_before, prompt.size, "live", "continued by its caller"))
         accepted: list[int] = []
         self._prompt_end = llm.n_tokens + rest.size
+        run = self._run_now = object()
         inner = type(llm).generate(llm, rest.tolist(), reset=False, **options)
         try:
             sent = None
@@ -390,11 +406,15 @@ class Keeper:
                     return
                 accepted.append(token)
                 sent = yield token
-                accepted.extend(sent or ())
+                if sent is not None:
+                    accepted.extend(sent)
         finally:
             inner.close()
-            self._sequence.due = []
-            self._save(llm, np.concatenate((follow, as_tokens(accepted))))
+            # A generator that outlived its call must not touch what is another's by now.
+            if self._run_now is run and self._turns.nested:
+                self._run_now = None
+                self._sequence.due = []
+                self._save(llm, np.concatenate((follow, as_tokens(accepted))))
 
     def _eval(self, tokens: Sequence[int]) -> None:
         array = as_tokens(tokens, n_vocab=self._runtime.n_vocab)
@@ -438,7 +458,17 @@ class Keeper:
     def _reset(self) -> None:
         with self._turn() as llm:
             type(llm).reset(llm)
-            self._sequence.live.cut(0)
+            self._sequence.cut(0)
+
+    def _kv_cache_clear(self) -> None:
+        self._sequence.cut(0)
+        type(self._context).kv_cache_clear(self._context)
+
+    def _kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        if max(p0, 0) < self._sequence.live.n_tokens:
+            self._sequence.cut(max(p0, 0))
+        removed: bool = type(self._context).kv_cache_seq_rm(self._context, seq_id, p0, p1)
+        return removed
 
     def _load_state(self, state: Any) -> None:
         with self._turn() as llm:
@@ -448,7 +478,7 @@ class Keeper:
                 self._clear_context(llm)
                 raise
             # Its tokens are what the state claims, its rows are unknown to us.
-            self._sequence.live.cut(0)
+            self._sequence.cut(0)
             self._sequence.live.opaque = True
 
     # -- between the Llama and its sequence --------------------------------------------------
@@ -470,7 +500,7 @@ class Keeper:
         if llm.n_tokens > live.n_tokens:
             live.opaque = True
         elif llm.n_tokens < live.n_tokens or live.opaque:
-            live.cut(llm.n_tokens)
+            self._sequence.cut(llm.n_tokens)
 
     def _sync(self, llm: Any) -> None:
         """Make the context hold exactly what `Llama` counts, before something is added to it."""
@@ -541,6 +571,12 @@ class Keeper:
         except Exception:  # the answer is there already: a policy that raises must not undo it
             self._sequence.count_failure("save")
             logger.exception("what was evaluated could not be kept")
+
+
+def _close(keeper: weakref.ref[Keeper]) -> None:
+    alive = keeper()
+    if alive is not None and alive._attached:
+        alive._closed()
 
 
 def _adapter_pairs(adapters: object) -> list[tuple[str | Path, float]]:

@@ -139,11 +139,13 @@ class KeptSequence:
     def clear(self) -> None:
         """Empty the sequence; what is kept stays kept."""
         self._runtime.clear(self._seq_id)
-        self._empty()
+        self.cut(0)
 
-    def _empty(self) -> None:
-        self.live.cut(0)
-        self._device = None
+    def cut(self, n_tokens: int) -> None:
+        """Note that everything past the first `n_tokens` is gone, or is not ours."""
+        self.live.cut(n_tokens)
+        if self._device is not None and self._device.position > n_tokens:
+            self._device = None
 
     # -- resuming ----------------------------------------------------------------------------
 
@@ -198,19 +200,12 @@ class KeptSequence:
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
         problem = ""
         if n_live and (scored or n_live >= match.n_tokens):
-            try:
-                self._runtime.rewind(self._seq_id, n_live, checkpoint)
-            except StateError as error:
-                problem = f"the live state could not be cut back: {error}"
-                self._failed("rewind", error)
-            else:
-                self._settle(prompt[:n_live], n_scores=min(self.live.n_scores, n_live))
+            problem = self._rewind(prompt, n_live, checkpoint)
+            if not problem:
                 return Reached(n_live, "live", match)
         if match.n_tokens and not scored:
             problem = self._restore(prompt, match)
             if not problem:
-                self._device = None
-                self._settle(prompt[: match.n_tokens])
                 return Reached(match.n_tokens, self._tree.store.tier, match)
         self.clear()
         return Reached(0, "none", match, problem)
@@ -254,11 +249,31 @@ class KeptSequence:
                 return match.n_tokens, fetched
         return best, checkpoint
 
+    # The log is emptied before the native move and filled after it, so that whatever comes in
+    # between, an interrupt too, leaves it knowing too little and never something wrong.
+
+    def _rewind(
+        self, prompt: IntArray, n_tokens: int, checkpoint: Checkpoint | DeviceCheckpoint | None
+    ) -> str:
+        """Cut the live sequence back; return why it could not be done, or nothing."""
+        n_scores, device = min(self.live.n_scores, n_tokens), self._device
+        self.cut(0)
+        try:
+            self._runtime.rewind(self._seq_id, n_tokens, checkpoint)
+        except StateError as error:
+            self._failed("rewind", error)
+            return f"the live state could not be cut back: {error}"
+        self.live.replace(prompt[:n_tokens])
+        self.live.n_scores = n_scores
+        self._device = device if device and device.position <= n_tokens else None
+        return ""
+
     def _restore(self, prompt: IntArray, match: Match) -> str:
         """Restore a match; return why it could not be done, or nothing."""
         fetched = self._tree.fetch(prompt, match)
         if fetched is None:
             return "a stored state was lost"
+        self.cut(0)
         try:
             with self._tree.pin(prompt):
                 self._runtime.restore(self._seq_id, match.n_tokens, *fetched)
@@ -266,19 +281,14 @@ class KeptSequence:
             self._failed("restore", error)
             self._tree.reject(prompt, match, getattr(error, "refused", None))
             return f"a stored state could not be used: {error}"
+        self.live.replace(prompt[: match.n_tokens])
         return ""
-
-    def _settle(self, tokens: IntArray, *, n_scores: int = 0) -> None:
-        if self._device is not None and self._device.position > tokens.size:
-            self._device = None
-        self.live.replace(tokens)
-        self.live.n_scores = n_scores
 
     def _failed(self, what: str, error: Exception) -> None:
         self.count_failure(what)
         logger.warning("%s failed, the prompt is evaluated instead: %s", what, error)
         if isinstance(error, RestoreFailed):
-            self._empty()
+            self.cut(0)
 
     def count_failure(self, what: str) -> None:
         """Count something that went wrong and was survived."""
@@ -354,7 +364,7 @@ class KeptSequence:
                 read=lambda: self._runtime.read_checkpoint(seq_id),
             ):
                 return
-        except StateError as error:
+        except LlamakeepError as error:
             self._failed("checkpoint", error)
         self._tree.prune(tokens)
 
@@ -376,7 +386,7 @@ class KeptSequence:
             runtime.rewind(self._seq_id, n_tokens)
         except StateError as error:
             self._failed("rewind", error)
-        live.cut(n_tokens)
+        self.cut(n_tokens)
         return True
 
     def save(self, n_tokens: int | None = None) -> None:
@@ -393,7 +403,7 @@ class KeptSequence:
             return
         try:
             self._save_spans(self.live.tokens[:end].copy())
-        except StateError as error:
+        except LlamakeepError as error:
             self._failed("save", error)
 
     def _save_spans(self, tokens: IntArray, and_bytes: int = 0) -> bool:

@@ -65,7 +65,8 @@ def _array_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
     if isinstance(tokens, (str, bytes)):
         raise TokenError(f"tokens must be integers, not {type(tokens).__name__}")
     try:
-        array = np.asarray(tokens if isinstance(tokens, (list, tuple)) else list(tokens))
+        tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
+        array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
         raise TokenError(f"tokens must be a flat list of integers: {error}") from error
     if array.ndim != 1:

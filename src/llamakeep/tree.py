@@ -591,13 +591,17 @@ class PrefixTree:
 
     @contextmanager
     def _pinned(self, path: Path[SpanNode]) -> Iterator[None]:
-        for node, _ in path.nodes:
-            self._hold(node)
+        n_held, complete = 0, False
         try:
+            for node, _ in path.nodes:
+                self._hold(node)
+                n_held += 1
+            complete = True
             yield
         finally:
-            # Also those that were hung on meanwhile. A policy may raise: nothing stays pinned.
-            free = [node for node, _ in path.nodes if self._let_go(node)]
+            # Also what was hung on meanwhile. A policy may raise: nothing stays pinned.
+            nodes = path.nodes if complete else path.nodes[:n_held]
+            free = [node for node, _ in nodes if self._let_go(node)]
             for node in free:
                 self._enqueue_all(node)
 
@@ -607,6 +611,8 @@ class PrefixTree:
         node.pins += 1
 
     def _let_go(self, node: SpanNode) -> bool:
+        if not node.pins:
+            return False  # an interrupt came before it was held
         node.pins -= 1
         if not node.pins:
             self._held_bytes -= self._own_bytes(node)

@@ -98,12 +98,15 @@ class OpenStream(Generator[Any, Any, None]):
 
     def _step(self, step: Callable[[], Any], *, last: bool = False) -> Any:
         # Who comes while another thread, or this very stream, is at it must not end its turn.
-        if not self._stepping.acquire(blocking=False):
-            raise ValueError("stream already executing")
+        mine = False
         try:
+            mine = self._stepping.acquire(blocking=False)
+            if not mine:
+                raise ValueError("stream already executing")
             return self._advance(step, last=last)
         finally:
-            self._stepping.release()
+            if mine:
+                self._stepping.release()
 
     def _advance(self, step: Callable[[], Any], *, last: bool) -> Any:
         if self._finish is None:

@@ -204,6 +204,7 @@ class LlamaCppRuntime:
             raise ModelError(f"llama.cpp could not load {model_path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
+        n_batch = max(n_batch, n_seqs + 1)  # llama.cpp aborts below it
         params.n_batch, params.n_ubatch = n_batch, min(n_batch, n_ubatch)
         params.n_seq_max, params.kv_unified = n_seqs + 1, True
         params.n_threads = params.n_threads_batch = n_threads or usable_cores()
@@ -245,13 +246,14 @@ class LlamaCppRuntime:
         """
         refuse_unfit(llm)
         params = llm.context_params
-        before = (params.n_seq_max, params.kv_unified)
+        before = (params.n_seq_max, params.kv_unified, params.n_batch)
         params.n_seq_max, params.kv_unified = max(2, params.n_seq_max), True
+        params.n_batch = max(params.n_batch, params.n_seq_max)  # llama.cpp aborts below it
         llm._ctx.close()
         try:
             cls._new_context(llm)
         except Exception as error:
-            params.n_seq_max, params.kv_unified = before
+            params.n_seq_max, params.kv_unified, params.n_batch = before
             cls._new_context(llm)
             raise ModelError(
                 f"no context with a spare sequence could be made for {llm.model_path}: {error}"
@@ -586,6 +588,17 @@ class LlamaCppRuntime:
                 f"not {first} to {n_tokens - 1}"
             )
 
+    def _verify_rows(self, seq_id: int, n_tokens: int) -> None:
+        """Prove that a sequence that was not moved has no holes in its truncatable part."""
+        if self._layout is None or self._layout.rows is None:
+            return
+        rolling = 0
+        if self.traits.family is not Family.ATTENTION:
+            rolling = self._size(seq_id, PARTIAL) - HEADER_BYTES
+        size = self._size(seq_id, WHOLE) - HEADER_BYTES - rolling
+        if size != (expected := self._layout.rows.size(n_tokens)):
+            raise RestoreFailed(f"rows of {n_tokens} tokens have {size:,} bytes, not {expected:,}")
+
     def _restore_whole(
         self,
         seq_id: int,
@@ -630,10 +643,12 @@ class LlamaCppRuntime:
         held = self.positions(seq_id)
         if not 0 <= n_tokens <= held.n_tokens:
             raise InvalidValue(f"cannot rewind to {n_tokens}: the sequence holds {held.n_tokens}")
-        if n_tokens == held.n_tokens:
-            return
         if n_tokens == 0:
             self.clear(seq_id)
+            return
+        if n_tokens == held.n_tokens:
+            with self._all_or_empty(seq_id):
+                self._verify_rows(seq_id, n_tokens)
             return
         if self._layout is None:
             self._restore_whole(seq_id, n_tokens, (), _host(checkpoint))

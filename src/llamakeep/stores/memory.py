@@ -64,12 +64,12 @@ class MemoryStore:
             data = produce()
             if data.nbytes != n_bytes:
                 raise IntegrityError(f"blob has {data.nbytes:,} bytes, {n_bytes:,} were announced")
+            if self._sums is not None:
+                self._sums[name] = blake3(data.data).digest()
+            self._blobs[name] = frozen(data)
         except BaseException:
             self._budget.release(n_bytes)
             raise
-        self._blobs[name] = frozen(data)
-        if self._sums is not None:
-            self._sums[name] = blake3(data.data).digest()
         return True
 
     def get(self, name: bytes) -> Buffer | None:
