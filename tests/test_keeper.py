@@ -851,6 +851,139 @@ def test_direct_eval_reset_and_generate_without_reset(
     both.ask(head, 16)
 
 
+def test_a_stream_that_outlived_its_turn_touches_nothing(tiny_llama: Callable[..., Any]) -> None:
+    llm, plain = tiny_llama("attention"), tiny_llama("attention")
+    llamakeep.attach(llm)
+    prompt, other = tokens_of(100, 1), tokens_of(200, 2)
+    broken = llm.create_completion(prompt=prompt, max_tokens=9, stream=True)
+    next(broken)
+    try:
+        broken.throw(ValueError("kept alive, and its frames with it"))
+    except ValueError as error:
+        kept = error
+    stream = llm.generate(other, temp=0.0)
+    found = [next(stream) for _ in range(4)]
+    del broken, kept
+    gc.collect()
+    found += [next(stream) for _ in range(8)]
+    stream.close()
+    assert found == answer(plain, other, 12)
+
+
+def test_calls_from_inside_an_answer_are_refused(tiny_llama: Callable[..., Any]) -> None:
+    llm, plain = tiny_llama("attention"), tiny_llama("attention")
+    keeper = llamakeep.attach(llm)
+    prompt = tokens_of(60, 1)
+    refused: list[str] = []
+
+    def inside(_ids: Any, scores: Any) -> Any:
+        for call in (
+            lambda: next(llm.generate(tokens_of(9, 2))),
+            lambda: llm.create_completion(prompt=tokens_of(9, 2)),
+            keeper.clear,
+            keeper.set_lora,
+            keeper.detach,
+        ):
+            with pytest.raises(llamakeep.KeeperBusy) as raised:
+                call()
+            refused.append(str(raised.value))
+        return scores
+
+    from llama_cpp import LogitsProcessorList
+
+    options: Any = {"temp": 0.0, "logits_processor": LogitsProcessorList([inside])}
+    found = list(itertools.islice(llm.generate(prompt, **options), 3))
+    assert found == answer(plain, prompt, 3)
+    assert len(refused) >= 15
+
+
+@pytest.mark.parametrize("how", ["reset", "n_tokens", "clear"])
+def test_device_checkpoints_do_not_outlive_their_tokens(
+    tiny_llama: Callable[..., Any], how: str
+) -> None:
+    llm, plain = tiny_llama("hybrid"), tiny_llama("hybrid")
+    llamakeep.attach(llm, checkpoint_on_device=True)
+    answer(llm, tokens_of(100, 1), 2)
+    if how == "reset":
+        llm.reset()
+    elif how == "clear":
+        llm._ctx.kv_cache_clear()
+    llm.n_tokens = 0
+    other = tokens_of(150, 2)
+    llm.eval(other)
+    prompt = other[:120] + tokens_of(40, 3)
+    assert answer(llm, prompt, 8) == answer(plain, prompt, 8)
+
+
+def test_rows_changed_through_the_context_are_noticed(
+    pair: Callable[..., Pair], family: str
+) -> None:
+    import llama_cpp
+
+    both = pair(family)
+    prompt = tokens_of(100, 1)
+    both.ask(prompt, 4)
+    # A hole in the middle, made past every wrapper.
+    memory = llama_cpp.llama_get_memory(both.llm._ctx.ctx)
+    llama_cpp.llama_memory_seq_rm(memory, 0, 10, 40)
+    both.ask(prompt + tokens_of(30, 2), 4)
+    # Cleared and filled with something else, with a smaller count.
+    both.llm.reset()
+    both.llm.eval(prompt)
+    both.llm._ctx.kv_cache_clear()
+    foreign = tokens_of(48, 3)
+    both.llm._batch.set_batch(batch=foreign, n_past=0, logits_all=False)
+    assert llama_cpp.llama_decode(both.llm._ctx.ctx, both.llm._batch.batch) == 0
+    both.llm.n_tokens = 48
+    for _ in range(2):
+        both.ask(prompt[:48] + tokens_of(30, 4), 4)
+        both.ask(tokens_of(20, 5), 4)
+
+
+def test_an_interrupt_between_restore_and_log_is_forgotten_with_its_rows(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("hybrid")
+    first, second = tokens_of(200, 1), tokens_of(180, 2)
+    both.ask(first, 4)
+    both.ask(second, 4)
+    with monkeypatch.context() as broken:
+        restore = both.keeper._runtime.restore
+
+        def interrupted(*args: Any) -> None:
+            restore(*args)
+            raise KeyboardInterrupt
+
+        broken.setattr(both.keeper._runtime, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(both.llm, first, 4)
+    both.ask(second, 4)
+    both.ask(first, 4)
+
+
+@pytest.mark.parametrize("n_batch", [1, 2, 7])
+def test_small_batches(tiny_llama: Callable[..., Any], n_batch: int) -> None:
+    llm = tiny_llama("hybrid", n_batch=n_batch)
+    plain = tiny_llama("hybrid", n_batch=n_batch)
+    llamakeep.attach(llm)
+    prompt = tokens_of(40, 1)
+    for _ in range(2):
+        plain.reset()
+        assert answer(llm, prompt, 4) == answer(plain, prompt, 4)
+
+
+def test_attaching_again_and_again_keeps_nothing_alive(tiny_llama: Callable[..., Any]) -> None:
+    llm = tiny_llama("attention")
+    keepers = []
+    for _ in range(5):
+        keeper = llamakeep.attach(llm)
+        keepers.append(weakref.ref(keeper))
+        keeper.detach()
+    del keeper
+    gc.collect()
+    assert [alive() for alive in keepers] == [None] * 5
+
+
 def test_states_loaded_behind_the_keeper_are_not_trusted(pair: Callable[..., Pair]) -> None:
     both = pair("attention")
     prompt, other = tokens_of(100, 1), tokens_of(90, 2)

@@ -271,8 +271,10 @@ class Keeper:
             if self._run_now is not None:
                 raise KeeperBusy("a prompt is being answered, and this call comes from inside that")
             return start(self._model())
-        self._turns.begin()
+        begun = False
         try:
+            self._turns.begin()
+            begun = True
             llm = self._model()
             self._served = None
             with self._cache_set_aside(llm):
@@ -282,8 +284,9 @@ class Keeper:
                 aside = partial(self._cache_set_aside, llm)
                 return OpenStream(self._turns, result, aside, self._finish_call)
         except BaseException:
-            self._finish_call()
-            self._turns.end()
+            if begun:
+                self._finish_call()
+                self._turns.end()
             raise
         self._finish_call()
         self._turns.end()

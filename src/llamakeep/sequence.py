@@ -53,8 +53,9 @@ class Live:
 
     def append(self, tokens: IntArray, *, scored: bool = False) -> None:
         """Note that `tokens` were evaluated, with logits for each of them or for the last."""
-        start, self.n_tokens = self.n_tokens, self.n_tokens + tokens.size
-        self._tokens[start : self.n_tokens] = tokens
+        start, end = self.n_tokens, self.n_tokens + tokens.size
+        self._tokens[start:end] = tokens
+        self.n_tokens = end  # only now: an interrupt leaves the log short, not wrong
         self.decoded = tokens.size == 1
         if scored and self.n_scores >= start:
             self.n_scores = self.n_tokens

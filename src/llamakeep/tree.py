@@ -695,6 +695,8 @@ class PrefixTree:
         for root in self._roots.values():
             check_nodes(root)
         self.store.check(fix=fix)
+        if fix:
+            self._mend_bookkeeping()
         names, broken = self._survey()
         while fix and broken:
             for node, problem in broken:
@@ -713,6 +715,19 @@ class PrefixTree:
                 f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted"
             )
         self._check_bookkeeping()
+
+    def _mend_bookkeeping(self) -> None:
+        """Count anew what an interrupt may have left half counted. Nothing is pinned now."""
+        nodes = list(self._nodes())
+        self._n_nodes, self._held_bytes = len(nodes), 0
+        self._queue.clear()
+        for node in nodes:
+            node.pins = 0
+            for kept in node.checkpoints.values():
+                kept.queued = False
+            if node.segment is not None:
+                node.segment.queued = False
+            self._enqueue_all(node)
 
     def _check_bookkeeping(self) -> None:
         nodes = list(self._nodes())
