@@ -251,3 +251,18 @@ def test_reasons_say_why_the_rest_is_evaluated() -> None:
     attention = Served({"family": Family.ATTENTION})
     attention.ask(prompt)
     assert attention.sequences[0].resume(forked).reason == "new from token 200 on"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_70_scored_prompts_reuse_no_row_without_logits(kind: dict[str, Any]) -> None:
+    served = Served(kind)
+    sequence, prompt = served.sequences[0], tokens_of(100, 1)
+    served.ask(prompt)
+    served.ask(tokens_of(80, 2))
+    assert served.ask(prompt) == 96  # restored: nobody has the logits of its rows
+    for token in (5, 6):
+        sequence.advance(np.array([token], np.int32))
+    longer = joined(prompt, np.array([5, 6, 7, 8, 9], np.int32))
+    reuse = sequence.resume(longer, scored=True)
+    assert reuse.reused_tokens == 0
+    assert reuse.reason == "logits of all rows are wanted, and are there for 0"

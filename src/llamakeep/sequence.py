@@ -187,7 +187,7 @@ class KeptSequence:
             reached.n_tokens,
             prompt.size - reached.n_tokens,
             reached.tier,
-            self._why_no_deeper(reached, max(reached.match.shared_tokens, common), limit),
+            self._why_no_deeper(reached, max(reached.match.shared_tokens, common), limit, scored),
             restore_ms=(time.perf_counter() - begin) * 1e3,
         )
 
@@ -199,6 +199,8 @@ class KeptSequence:
             limit = min(limit, align_down(self.live.n_scores, align))
         match = self._tree.match_prefix(prompt, limit=limit, align=align)
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
+        if scored and n_live > self.live.n_scores:
+            n_live = 0
         problem = ""
         if n_live and (scored or n_live >= match.n_tokens):
             problem = self._rewind(prompt, n_live, checkpoint)
@@ -211,7 +213,7 @@ class KeptSequence:
         self.clear()
         return Reached(0, "none", match, problem)
 
-    def _why_no_deeper(self, reached: Reached, known: int, limit: int) -> str:
+    def _why_no_deeper(self, reached: Reached, known: int, limit: int, scored: bool) -> str:
         """Say why the rest of a prompt has to be evaluated. `known` tokens were seen before."""
         if reached.problem:
             return reached.problem
@@ -221,6 +223,8 @@ class KeptSequence:
             return f"the end of a prompt is always evaluated, from a multiple of {self._align} on"
         if reached.n_tokens >= align_down(known, self._align):
             return f"new from token {known} on"
+        if scored:
+            return f"logits of all rows are wanted, and are there for {reached.n_tokens}"
         where = f"the nearest is at {reached.n_tokens}" if reached.n_tokens else "there is none"
         return f"no checkpoint at token {known}, where the prompt leaves what is known; {where}"
 
