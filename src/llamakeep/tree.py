@@ -17,7 +17,6 @@ nothing out; eviction takes leaves first, so what is kept can always be reached.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
@@ -28,6 +27,7 @@ from functools import partial
 
 from llamakeep.checkpoints import best_to_restore, least_missed
 from llamakeep.errors import IntegrityError, InvalidValue
+from llamakeep.eviction import EvictionQueue
 from llamakeep.policy import Policy, get_policy
 from llamakeep.radix import Node, Path, check_nodes, descend, walk
 from llamakeep.runtime.base import Traits
@@ -44,8 +44,6 @@ from llamakeep.stores.base import Store
 from llamakeep.tokens import IntArray, PathNames, align_down
 
 logger = logging.getLogger("llamakeep")
-
-_SMALL_QUEUE = 64
 
 
 class _Kept:
@@ -168,8 +166,7 @@ class PrefixTree:
         self._clock = clock
         self._roots: dict[bytes, SpanNode] = {}
         self._numbers = itertools.count()
-        self._queue: list[tuple[tuple[float, int], int, _Kept]] = []
-        self._tidy_at = _SMALL_QUEUE
+        self._queue = EvictionQueue[_Kept](self.policy, clock, self._is_live)
         self._names: dict[bytes, PathNames] = {}
         self._held_bytes = 0
         self._n_nodes = 0
@@ -468,19 +465,6 @@ class PrefixTree:
         segment = node.segment.n_bytes if node.segment and self.traits.segments else 0
         return segment + sum(kept.n_bytes for kept in node.checkpoints.values())
 
-    def _enqueue(self, kept: _Kept) -> None:
-        """Put something that can be evicted into the queue, once."""
-        if kept.queued:
-            return
-        rank = self.policy.rank(kept, self._clock())
-        heapq.heappush(self._queue, (rank, next(self._numbers), kept))
-        kept.queued = True
-        if len(self._queue) > self._tidy_at:
-            live = [item for item in self._queue if self._is_live(item[2])]
-            heapq.heapify(live)
-            self._queue = live
-            self._tidy_at = max(_SMALL_QUEUE, 2 * len(live))
-
     def _is_live(self, kept: _Kept) -> bool:
         node, ref = kept.node, kept.ref
         if isinstance(ref, CheckpointRef):
@@ -490,27 +474,21 @@ class PrefixTree:
     def _evict_one(self) -> bool:
         """Evict what the policy ranks first among leaves and checkpoints that nobody holds.
 
-        The queue is lazy: what was used since it was queued goes back with its new rank. What
-        cannot go now leaves it: a pinned node is queued again when it is let go, a segment that
-        others hang off when it becomes a leaf's.
+        What cannot go now is queued again when it can: a pinned node when it is let go, a segment
+        that others hang off when it becomes a leaf's.
         """
-        now = self._clock()
-        while self._queue:
-            rank, _, kept = heapq.heappop(self._queue)
-            kept.queued = False
-            node = kept.node
-            is_checkpoint = isinstance(kept.ref, CheckpointRef)
-            if not self._is_live(kept) or node.pins or (node.branches and not is_checkpoint):
-                continue
-            if self.policy.rank(kept, now) > rank:
-                self._enqueue(kept)
-                continue
-            if is_checkpoint:
-                self._drop_checkpoint(kept)
-            else:
-                self._drop_leaf(node)
-            return True
-        return False
+        kept = self._queue.pop(self._can_go)
+        if kept is None:
+            return False
+        if isinstance(kept.ref, CheckpointRef):
+            self._drop_checkpoint(kept)
+        else:
+            self._drop_leaf(kept.node)
+        return True
+
+    def _can_go(self, kept: _Kept) -> bool:
+        node = kept.node
+        return not node.pins and (isinstance(kept.ref, CheckpointRef) or not node.branches)
 
     def _drop_checkpoint(self, kept: _Kept) -> None:
         node, ref = kept.node, kept.ref
@@ -579,7 +557,7 @@ class PrefixTree:
         if parent is not None:
             parent.detach(node)
             if not parent.branches and parent.segment is not None:
-                self._enqueue(parent.segment)  # it is a leaf now
+                self._queue.push(parent.segment)  # it is a leaf now
 
     # -- holding on --------------------------------------------------------------------------
 
@@ -620,9 +598,9 @@ class PrefixTree:
 
     def _enqueue_all(self, node: SpanNode) -> None:
         for kept in node.checkpoints.values():
-            self._enqueue(kept)
+            self._queue.push(kept)
         if node.segment is not None and not node.branches:
-            self._enqueue(node.segment)
+            self._queue.push(node.segment)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -720,13 +698,8 @@ class PrefixTree:
         """Count anew what an interrupt may have left half counted. Nothing is pinned now."""
         nodes = list(self._nodes())
         self._n_nodes, self._held_bytes = len(nodes), 0
-        self._queue.clear()
         for node in nodes:
             node.pins = 0
-            for kept in node.checkpoints.values():
-                kept.queued = False
-            if node.segment is not None:
-                node.segment.queued = False
             self._enqueue_all(node)
 
     def _check_bookkeeping(self) -> None:
@@ -736,7 +709,7 @@ class PrefixTree:
         held_bytes = sum(self._own_bytes(node) for node in nodes if node.pins)
         if held_bytes != self._held_bytes:
             raise IntegrityError(f"{self._held_bytes:,} bytes count as held, {held_bytes:,} are")
-        in_queue = [kept for _, _, kept in self._queue]
+        in_queue = list(self._queue)
         if len(set(map(id, in_queue))) != len(in_queue):
             raise IntegrityError(f"the queue of {len(in_queue)} has something twice")
         for node in nodes:
