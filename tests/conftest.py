@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from tests import tiny_models
 from tests.real_models import GEMMA3_INSTALL, SMOLLM2_INSTALL, find_gemma3, find_smollm2
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
+
+# Examples are not timed: a loaded machine is no bug. In CI, Hypothesis has a profile of its own,
+# which does not time them either and draws the same ones each time.
+settings.register_profile("untimed", deadline=None)
+if not os.environ.get("CI"):
+    settings.load_profile("untimed")
 
 MODEL_FIXTURES = {"model_dir", "smollm2_path", "gemma3_path", "make_llama"}
 
