@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from llamakeep.errors import IntegrityError, InvalidValue
-from llamakeep.tokens import IntArray, TokensLike, as_tokens
+from llamakeep.tokens import IntArray, TokensLike, as_tokens, matched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,8 +40,6 @@ V = TypeVar("V")
 
 _INT32 = np.dtype(np.int32)
 _TOKEN_BYTES = _INT32.itemsize
-_FIRST_CHUNK = 64
-_CHUNK_GROWTH = 8
 
 _START = attrgetter("start")
 _STAMP = attrgetter("stamp")
@@ -230,28 +228,12 @@ def descend(root: N, tokens: TokensLike) -> Path[N]:
                 nodes.append((node, likely))
                 node, point = child, likely
                 continue
-        point += _matched(node._raw, array[point : point + len(node._raw) // _TOKEN_BYTES])
+        point += matched(node._raw, array[point : point + len(node._raw) // _TOKEN_BYTES])
         nodes.append((node, point))
         if point == n_all:
             break
         node = node.branches.get((point, array.item(point)))
     return Path(nodes, point)
-
-
-def _matched(raw: bytes, piece: IntArray) -> int:
-    """Return how many leading tokens of `piece` equal the edge, which is at least as long."""
-    # An array is a buffer; its type says so only from Python 3.12 on.
-    startswith: Callable[..., bool] = raw.startswith
-    if startswith(piece):
-        return len(piece)
-    # memcmp says whether there is a difference, not where. Growing chunks find it at a cost
-    # that follows its depth, not the edge's length.
-    low, step = 0, _FIRST_CHUNK
-    while startswith(piece[low : low + step], low * _TOKEN_BYTES):
-        low, step = low + step, step * _CHUNK_GROWTH
-    rest = piece[low : low + step]
-    edge = np.frombuffer(raw, np.int32, len(rest), low * _TOKEN_BYTES)
-    return low + int((edge != rest).argmax())
 
 
 def walk(root: N) -> Iterator[N]:
