@@ -266,3 +266,16 @@ def test_fault_70_scored_prompts_reuse_no_row_without_logits(kind: dict[str, Any
     reuse = sequence.resume(longer, scored=True)
     assert reuse.reused_tokens == 0
     assert reuse.reason == "logits of all rows are wanted, and are there for 0"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_4_and_47_sequences_of_two_namespaces_share_nothing(kind: dict[str, Any]) -> None:
+    served = Served(kind)
+    prompt = tokens_of(200, 1)
+    for sequence, namespace in zip(served.sequences, (b"a", b"b"), strict=True):
+        sequence.namespace = namespace
+    served.ask(prompt, 0)
+    assert served.ask(prompt, 1) == 0
+    for seq_id in (0, 1, 0):
+        served.ask(tokens_of(90, 2 + seq_id), seq_id)
+        assert served.ask(prompt, seq_id) == 192

@@ -198,7 +198,7 @@ class Keeper:
             namespace = _with_adapters(self._namespace, pairs)
             self._clear_context(llm)
             self._runtime.set_adapters(loaded)
-            self._namespace, self._tree.namespace = namespace, namespace.digest
+            self._namespace, self._sequence.namespace = namespace, namespace.digest
 
     def detach(self) -> None:
         """Give the `Llama` its own methods back and free what was kept. Again: does nothing.
@@ -688,13 +688,17 @@ def attach(
     tree = PrefixTree(
         MemoryStore(capacity),
         runtime.traits,
-        namespace=namespace.digest,
         segment_tokens=segment_tokens,
         max_checkpoints=ctx_checkpoints,
         policy=policy,
     )
     sequence = KeptSequence(
-        runtime, tree, align=align, min_step=min_step, on_device=checkpoint_on_device
+        runtime,
+        tree,
+        align=align,
+        min_step=min_step,
+        on_device=checkpoint_on_device,
+        namespace=namespace.digest,
     )
     keeper = Keeper(llm, runtime, tree, namespace, sequence)
     keeper._hook(llm)

@@ -102,6 +102,8 @@ class KeptSequence:
         min_step: Least distance in tokens between checkpoints at user messages.
         on_device: Leave the newest checkpoint in the context's own buffers (not where there is a
             window, which llama.cpp cannot leave there).
+        namespace: Digest of everything that makes states incompatible: what it keeps and finds is
+            of this namespace alone. May be changed while the sequence is empty.
 
     Attributes:
         live: What the sequence holds.
@@ -118,12 +120,14 @@ class KeptSequence:
         align: int = 8,
         min_step: int = 512,
         on_device: bool = False,
+        namespace: bytes = b"",
     ) -> None:
+        self.namespace = namespace
         self.live = Live(runtime.n_ctx)
         self.due: list[int] = []
         self.failures: dict[str, int] = {}
         self._runtime = runtime
-        self._tree = tree
+        self._shared_tree = tree
         self._seq_id = seq_id
         self._align = align
         self._min_step = min_step
@@ -131,6 +135,12 @@ class KeptSequence:
         self._on_device = on_device and not (traits.whole_because or traits.family.has_window)
         self._device: DeviceCheckpoint | None = None
         self._warned_refused = False
+
+    @property
+    def _tree(self) -> PrefixTree:
+        # Sequences of several tenants or adapters share one tree: each enters it as itself.
+        self._shared_tree.namespace = self.namespace
+        return self._shared_tree
 
     @property
     def device_bytes(self) -> int:

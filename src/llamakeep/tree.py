@@ -128,7 +128,8 @@ class PrefixTree:
     Args:
         store: Where the blobs are; used by this tree alone.
         traits: How the model's state can be kept.
-        namespace: Digest of everything that makes states incompatible.
+        namespace: Digest of everything that makes states incompatible; whoever shares a tree sets
+            it before each use, as `KeptSequence` does.
         segment_tokens: Longest span.
         max_checkpoints: Most checkpoints along one prompt; 0 keeps none.
         policy: What to evict first.
