@@ -940,6 +940,30 @@ def test_rows_changed_through_the_context_are_noticed(
         both.ask(tokens_of(20, 5), 4)
 
 
+@pytest.mark.parametrize("how", ["clear", "tail", "counted tail"])
+def test_rows_that_are_gone_are_computed_again_when_they_are_counted_on(
+    pair: Callable[..., Pair], family: str, how: str
+) -> None:
+    both = pair(family)
+    head, more = tokens_of(100, 1), tokens_of(9, 2)
+    answer(both.llm, head, 5)
+    known = both.llm.input_ids[: both.llm.n_tokens].tolist()
+    n_tokens = len(known)
+    if how == "clear":
+        both.llm._ctx.kv_cache_clear()
+    else:
+        both.llm._ctx.kv_cache_seq_rm(0, 60, -1)
+    if how == "counted tail":
+        n_tokens = both.llm.n_tokens = 60
+    both.llm.eval(more)
+    both.plain.reset()
+    both.plain._ctx.kv_cache_clear()
+    both.plain.eval(known[:n_tokens])
+    both.plain.eval(more)
+    assert both.llm.sample(temp=0.0) == both.plain.sample(temp=0.0)
+    both.ask(head + more, 6)
+
+
 def test_an_interrupt_between_restore_and_log_is_forgotten_with_its_rows(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ class Keeper:
         self._need_scores = False
         self._in_chat = False
         self._run_now: object | None = None  # the prompt that is being answered
+        self._lost: IntArray | None = None  # tokens whose rows were removed past the Llama
         self._delimiters: dict[str, IntArray] = {}
         self._warned_cache = False
         self._attached = True
@@ -462,16 +463,29 @@ class Keeper:
         with self._turn() as llm:
             type(llm).reset(llm)
             self._sequence.cut(0)
+            self._lost = None
 
     def _kv_cache_clear(self) -> None:
-        self._sequence.cut(0)
+        self._lose(0)
         type(self._context).kv_cache_clear(self._context)
 
     def _kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
-        if max(p0, 0) < self._sequence.live.n_tokens:
-            self._sequence.cut(max(p0, 0))
+        live, p0 = self._sequence.live, max(p0, 0)
         removed: bool = type(self._context).kv_cache_seq_rm(self._context, seq_id, p0, p1)
-        return removed
+        if not removed:
+            return False  # a recurrent state cannot be cut: nothing changed
+        if 0 <= p1 < live.n_tokens:
+            self._sequence.cut(min(p0, live.n_tokens))  # a hole: what is behind it may be moved
+        else:
+            self._lose(p0)
+        return True
+
+    def _lose(self, n_tokens: int) -> None:
+        """Rows past `n_tokens` go without the `Llama` knowing: it may count on them later."""
+        live = self._sequence.live
+        if n_tokens < live.n_tokens:
+            self._lost = live.tokens.copy() if self._lost is None else self._lost
+            self._sequence.cut(n_tokens)
 
     def _load_state(self, state: Any) -> None:
         with self._turn() as llm:
@@ -482,7 +496,7 @@ class Keeper:
                 raise
             # Its tokens are what the state claims, its rows are unknown to us.
             self._sequence.cut(0)
-            self._sequence.live.opaque = True
+            self._sequence.live.opaque, self._lost = True, None
 
     # -- between the Llama and its sequence --------------------------------------------------
 
@@ -496,10 +510,15 @@ class Keeper:
         llm.input_ids[: tokens.size] = tokens
         llm.n_tokens = int(tokens.size)
         llm._requires_eval = True
+        self._lost = None
 
     def _notice(self, llm: Any) -> None:
         """Take note of what changed behind our back. Evaluates nothing."""
-        live = self._sequence.live
+        live, lost = self._sequence.live, self._lost
+        known = lost is not None and live.n_tokens < llm.n_tokens <= lost.size
+        if known and self._runtime.positions(0).n_tokens <= live.n_tokens:
+            return  # tokens whose rows are gone: `_sync` computes them again
+        self._lost = None
         if llm.n_tokens > live.n_tokens:
             live.opaque = True
         elif llm.n_tokens < live.n_tokens or live.opaque:
@@ -510,12 +529,13 @@ class Keeper:
         self._notice(llm)
         live = self._sequence.live
         held = self._runtime.positions(0).n_tokens
-        if live.opaque or held == live.n_tokens:
+        tokens = live.tokens if self._lost is None else self._lost[: llm.n_tokens]
+        if live.opaque or held == tokens.size:
             return
-        if held > live.n_tokens and self._runtime.can_rewind(0, live.n_tokens):
+        if held > tokens.size and self._runtime.can_rewind(0, tokens.size):
             return  # `Llama.eval` cuts rows past its own count before it evaluates
         # A recurrent state cannot be cut, and rows that are gone are gone: compute them again.
-        tokens, due = live.tokens.copy(), self._sequence.due
+        tokens, due = tokens.copy(), self._sequence.due
         self._sequence.due = []
         reached = self._sequence.reach(tokens, limit=tokens.size)
         self._tell(llm)
