@@ -227,7 +227,7 @@ def checkpoints_of(name: str, path: Path, options: dict[str, Any]) -> Iterator[R
             "name": f"checkpoint-{what}-{name}",
             "value": prefill / seconds,
             "unit": "x",
-            "target": 20 if what == "restore" else 200,
+            "target": 100 if what == "restore" else 200,
             "better": "higher",
             "detail": {
                 "prefill_ms": prefill * 1e3,
