@@ -110,52 +110,89 @@ def test_align_down(position: int, align: int, expected: int) -> None:
 # -- names ---------------------------------------------------------------------------------------
 
 
+def names_of(*tokens: int, namespace: bytes = b"space", block: int = 4) -> PathNames:
+    return PathNames(namespace, tokens_of(*tokens), block)
+
+
 @given(
-    tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=200),
+    tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60),
+    block=st.integers(1, 9),
     data=st.data(),
 )
-def test_a_name_does_not_depend_on_the_steps_to_it(tokens: list[int], data: st.DataObject) -> None:
+def test_a_name_depends_on_the_tokens_up_to_it_and_not_on_the_way(
+    tokens: list[int], block: int, data: st.DataObject
+) -> None:
     path = tokens_of(*tokens)
-    end = data.draw(st.integers(0, path.size))
-    stops = data.draw(st.lists(st.integers(0, end), max_size=5).map(sorted))
-    straight, stepwise = PathNames(b"space", path), PathNames(b"space", path[:end].copy())
-    for stop in stops:
-        stepwise.segment(0, stop)
-    assert stepwise.segment(3, end) == straight.segment(3, end)
-    assert stepwise.checkpoint(end) == straight.checkpoint(end)
+    start = data.draw(st.integers(0, path.size - 1))
+    end = data.draw(st.integers(start + 1, min(path.size, start - start % block + block)))
+    straight = PathNames(b"space", path[:end].copy(), block)
+    other = tokens_of(*data.draw(st.lists(st.integers(0, 5), max_size=60)))
+    winding = PathNames(b"space", other, block)
+    for origin in range(0, other.size + 1, block):
+        winding.block(origin)
+    winding.follow(path)
+    for names in (winding, PathNames(b"space", path, block)):
+        assert names.segment(start, end).name == straight.segment(start, end).name
+        assert names.checkpoint(start, end).name == straight.checkpoint(start, end).name
+    changed = path.copy()
+    changed[data.draw(st.integers(0, end - 1))] ^= 1
+    assert PathNames(b"space", changed, block).segment(start, end).name != (
+        straight.segment(start, end).name
+    )
 
 
 def test_names_tell_apart_what_is_not_interchangeable() -> None:
-    path = tokens_of(1, 2, 3, 4, 5, 6, 7, 8)
-    other = tokens_of(9, 2, 3, 4, 5, 6, 7, 8)
-    names = [
-        PathNames(b"space", path).segment(0, 8),
-        PathNames(b"space", path).segment(4, 8),
-        PathNames(b"space", path).segment(4, 7),
-        PathNames(b"space", path).checkpoint(8),
-        PathNames(b"space", path).checkpoint(7),
-        PathNames(b"space", path).checkpoint(0),
-        PathNames(b"other", path).segment(4, 8),
-        PathNames(b"other", path).checkpoint(8),
-        PathNames(b"space", other).segment(4, 8),  # the same tokens after another first one
-        PathNames(b"space", other).checkpoint(8),
+    here = names_of(1, 2, 3, 4, 5, 6, 7, 8)
+    places = [
+        here.segment(0, 4),
+        here.segment(1, 4),
+        here.segment(0, 3),
+        here.segment(4, 8),
+        here.checkpoint(0, 4),
+        here.checkpoint(0, 3),
+        here.checkpoint(4, 8),
+        names_of(1, 2, 3, 4, namespace=b"other").segment(0, 4),
+        names_of(1, 2, 3, 4, namespace=b"other").checkpoint(0, 4),
+        names_of(9, 2, 3, 4, 5, 6, 7, 8).segment(4, 8),  # the same tokens after another first one
+        names_of(9, 2, 3, 4, 5, 6, 7, 8).checkpoint(4, 8),
     ]
+    names = [*(place.name for place in places), here.block(0), here.block(4), here.block(8)]
     assert len(set(names)) == len(names)
     assert {len(name) for name in names} == {NAME_BYTES}
 
 
+def test_a_checkpoint_is_the_same_wherever_its_span_starts() -> None:
+    names = names_of(1, 2, 3, 4)
+    assert names.checkpoint(0, 4).name == names.checkpoint(2, 4).name
+
+
+def test_a_place_says_where_it_is() -> None:
+    names = names_of(10, 11, 12, 13, 14, 15, 16, 17, 18)
+    place = names.segment(5, 8)
+    assert (place.origin, place.start, place.end, place.first) == (4, 5, 8, 15)
+    assert place.tokens.tolist() == [14, 15, 16, 17]
+    assert (place.kind, place.namespace, place.block) == ("segment", b"space", names.block(4))
+    assert place.closes
+    assert place.next_block == names.block(8)
+    tail = names.segment(8, 9)
+    assert not tail.closes
+    assert tail.next_block == b""
+    assert names.checkpoint(5, 7).kind == "checkpoint"
+
+
 def test_names_are_the_same_in_every_release() -> None:
     """A changed name makes every cache on disk a stranger: then change the namespace too."""
-    names = PathNames(b"llamakeep", tokens_of(1, 2, 3, 70_000))
-    assert names.segment(1, 4).hex()[:16] == "f39731705041b79f"
-    assert names.checkpoint(4).hex()[:16] == "33077d3ae1735ecf"
+    names = PathNames(b"llamakeep", tokens_of(1, 2, 3, 70_000), 2)
+    assert names.block(0).hex()[:16] == "9fc658ec1766eb14"
+    assert names.segment(2, 4).name.hex()[:16] == "2f200d5a4120ee8f"
+    assert names.checkpoint(2, 4).name.hex()[:16] == "98dad526f864f3b1"
 
 
-def test_names_go_forward() -> None:
-    names = PathNames(b"space", tokens_of(1, 2, 3))
-    names.segment(0, 2)
-    assert names.segment(0, 2) == names.segment(0, 2)
-    with pytest.raises(TokenError, match="1 comes before 2"):
-        names.segment(0, 1)
-    with pytest.raises(TokenError, match="no name at 4: the path has 3 tokens"):
-        names.checkpoint(4)
+def test_no_name_past_the_end_or_across_blocks() -> None:
+    names = names_of(1, 2, 3, 4, 5)
+    for start, end in ((0, 5), (3, 5), (4, 6), (2, 2), (3, 2)):
+        with pytest.raises(TokenError, match=f"no segment of tokens {start} to {end}"):
+            names.segment(start, end)
+    for origin in (1, -4, 8):
+        with pytest.raises(TokenError, match=f"no block at {origin}"):
+            names.block(origin)

@@ -1,6 +1,7 @@
 """llamakeep keeps the state that llama.cpp computes for a prompt: no prefix is prefilled twice."""
 
 from llamakeep.errors import (
+    BlobRejected,
     ContextOverflow,
     DecodeError,
     IntegrityError,
@@ -12,13 +13,16 @@ from llamakeep.errors import (
     OverBudget,
     RestoreFailed,
     StateError,
+    StateLost,
     StateRejected,
+    StoreError,
     TokenError,
 )
 from llamakeep.keeper import Keeper, attach
 from llamakeep.states import Reuse
 
 __all__ = [
+    "BlobRejected",
     "ContextOverflow",
     "DecodeError",
     "IntegrityError",
@@ -32,7 +36,9 @@ __all__ = [
     "RestoreFailed",
     "Reuse",
     "StateError",
+    "StateLost",
     "StateRejected",
+    "StoreError",
     "TokenError",
     "attach",
 ]

@@ -10,7 +10,10 @@
     ├── DecodeError             llama.cpp could not evaluate a batch
     ├── StateError              a kept state could not be used
     │   ├── StateRejected       refused by our own checks, before native code saw it
+    │   ├── BlobRejected        a file or value that is not what was stored there
+    │   ├── StateLost           a state that was found is gone when it is to be read
     │   └── RestoreFailed       refused or left wrong by llama.cpp; the sequence is empty again
+    ├── StoreError              a directory or server that cannot keep states
     ├── OverBudget              a reservation that does not fit
     ├── IntegrityError          `check()` found numbers that do not add up
     ├── KeeperBusy              a call while a stream of the same `Llama` is open
@@ -68,6 +71,36 @@ class StateRejected(StateError):
         self.refused = refused
 
 
+class BlobRejected(StateError):
+    """A file or value of a tier is foreign, newer, truncated, corrupt or not authentic: a miss.
+
+    Attributes:
+        reason: In a word, for counters: `foreign`, `version`, `truncated`, `name`, `corrupt`,
+            `secret`, `symlink`.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class StateLost(StateError):
+    """A state that was found is gone from its tier; the sequence is empty.
+
+    Attributes:
+        lost: The reference to it.
+    """
+
+    def __init__(self, message: str, *, lost: Any) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+def is_of_input(error: StateError) -> bool:
+    """Whether it is a state that was handed in which is to blame, not what was done with it."""
+    return isinstance(error, StateLost) or getattr(error, "refused", None) is not None
+
+
 @contextmanager
 def blaming(state: object) -> Iterator[None]:
     """Note on a `StateRejected` that is raised inside which state was refused."""
@@ -88,6 +121,10 @@ class RestoreFailed(StateError):
     def __init__(self, message: str, *, cleared_all: bool = False) -> None:
         super().__init__(message)
         self.cleared_all = cleared_all
+
+
+class StoreError(LlamakeepError):
+    """A directory or server cannot keep states; the message says which, and why."""
 
 
 class OverBudget(LlamakeepError):

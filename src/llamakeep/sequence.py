@@ -20,13 +20,17 @@ from llamakeep.checkpoints import (
     deepest_resume,
     positions_to_take,
 )
-from llamakeep.errors import LlamakeepError, RestoreFailed, StateError
+from llamakeep.errors import LlamakeepError, RestoreFailed, StateError, StateLost
 from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
 from llamakeep.tokens import IntArray, align_down, common_prefix
 from llamakeep.tree import PrefixTree
 
 logger = logging.getLogger("llamakeep")
+
+_ATTEMPTS = 4
+"""How often a prompt is matched anew when a state that it matched was gone from its tier."""
+_LOST = "a stored state was lost"
 
 
 class Live:
@@ -209,6 +213,11 @@ class KeptSequence:
             limit = min(limit, align_down(self.live.n_scores, align))
         match = self._tree.match_prefix(prompt, limit=limit, align=align)
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
+        if max(n_live, match.n_tokens) < limit and not scored:
+            known = match
+            match = self._tree.discover(prompt, match, limit=limit, align=align, beyond=n_live)
+            if match is not known:
+                n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
         if scored and n_live > self.live.n_scores:
             n_live = 0
         problem = ""
@@ -216,10 +225,16 @@ class KeptSequence:
             problem = self._rewind(prompt, n_live, checkpoint)
             if not problem:
                 return Reached(n_live, "live", match)
-        if match.n_tokens and not scored:
+        for _ in range(_ATTEMPTS):
+            if scored or not match.n_tokens:
+                break
+            tier = self._tree.tier_of(prompt, match)
             problem = self._restore(prompt, match)
             if not problem:
-                return Reached(match.n_tokens, self._tree.store.tier, match)
+                return Reached(match.n_tokens, tier, match)
+            if problem != _LOST:
+                break  # a runtime that refuses one state would refuse the next one too
+            match = self._tree.match_prefix(prompt, limit=limit, align=align)
         self.clear()
         return Reached(0, "none", match, problem)
 
@@ -287,11 +302,16 @@ class KeptSequence:
         """Restore a match; return why it could not be done, or nothing."""
         fetched = self._tree.fetch(prompt, match)
         if fetched is None:
-            return "a stored state was lost"
+            return _LOST
         self.cut(0)
         try:
             with self._tree.pin(prompt):
                 self._runtime.restore(self._seq_id, match.n_tokens, *fetched)
+        except StateLost as error:
+            self.count_failure("lost")
+            logger.info("a stored state was lost: %s", error)
+            self._tree.reject(prompt, match, error.lost)
+            return _LOST
         except StateError as error:
             self._failed("restore", error)
             self._tree.reject(prompt, match, getattr(error, "refused", None))

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from llamakeep.tokens import IntArray, Kind
+
 Buffer: TypeAlias = npt.NDArray[np.uint8]
 """The bytes of a kept state: one-dimensional, read-only, shared and never copied."""
 
@@ -84,6 +86,49 @@ class CheckpointRef:
     name: bytes = field(repr=False)
     position: int
     n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A block of a prompt, to ask a tier what it has there.
+
+    Attributes:
+        name: Of the block, see `PathNames`.
+        origin: Where it starts.
+        tokens: The prompt's tokens from there on, at most a block of them.
+    """
+
+    name: bytes
+    origin: int
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """What a tier says it has: a state whose span begins like the prompt's tokens there.
+
+    It need not go on like the prompt; `name` proves which tokens it is of.
+
+    Attributes:
+        kind: `segment` or `checkpoint`.
+        name: The state's name.
+        start: Where its span starts.
+        tokens: Tokens [start, end) of the span; a checkpoint is at the end.
+        n_bytes: Size of the state.
+        tier: Which tier has it.
+    """
+
+    kind: Kind
+    name: bytes
+    start: int
+    tokens: IntArray
+    n_bytes: int
+    tier: str
+
+    @property
+    def end(self) -> int:
+        """Absolute position of the end."""
+        return self.start + int(self.tokens.size)
 
 
 @dataclass(frozen=True, slots=True)

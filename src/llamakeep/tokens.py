@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -115,45 +116,134 @@ def align_down(position: int, align: int) -> int:
     return max(0, position - position % align)
 
 
-class PathNames:
-    """The names of the states along one prompt, each from one pass over its tokens.
+Kind: TypeAlias = Literal["segment", "checkpoint"]
 
-    A name is BLAKE3 over the namespace, the tokens up to the end of the span, what the state is
-    and where its span starts. Equal names mean interchangeable states, whoever computed them.
-    The hasher moves forward with the path, so no prefix is hashed once per state on it.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a state belongs: what a tier needs to find it by tokens, and its name.
+
+    Attributes:
+        kind: `segment` or `checkpoint`.
+        namespace: Digest of everything that makes states incompatible.
+        block: Name of the block that it lies in, which is that of the prefix before `origin`.
+        origin: Where that block starts.
+        start: Where its span starts, origin <= start < end. A checkpoint is at the end.
+        tokens: Tokens [origin, end).
+        closes: The block ends here too.
     """
 
-    def __init__(self, namespace: bytes, tokens: IntArray) -> None:
-        self._tokens = tokens
-        self._hasher = blake3(namespace)
-        self._done = 0
+    kind: Kind
+    namespace: bytes
+    block: bytes
+    origin: int
+    start: int
+    tokens: IntArray
+    closes: bool
 
     @property
-    def n_hashed(self) -> int:
-        """Tokens that are hashed already; names before them are not to be had any more."""
-        return self._done
+    def end(self) -> int:
+        """Absolute position of the end: of a checkpoint, its position."""
+        return self.origin + int(self.tokens.size)
 
-    def follow(self, tokens: IntArray) -> bool:
-        """Go on along `tokens` if they begin with all that is hashed; return whether they do."""
-        if not np.array_equal(tokens[: self._done], self._tokens[: self._done]):
-            return False
+    @property
+    def first(self) -> int:
+        """The first token of the span."""
+        return int(self.tokens[self.start - self.origin])
+
+    @property
+    def next_block(self) -> bytes:
+        """Name of the block that starts at the end, or nothing where none does."""
+        return block_name(self.block, self.tokens) if self.closes else b""
+
+    @property
+    def name(self) -> bytes:
+        """The state's name, `NAME_BYTES` long."""
+        return state_name(self.kind, self.block, self.start, self.tokens)
+
+
+class PathNames:
+    """The names of the states along one prompt.
+
+    Prompts are cut into blocks of `block_tokens`. A block's name is that of the whole prefix
+    before it: BLAKE3 over the name of the block before and that block's tokens, the first one's
+    over the namespace. A state lies in one block; its name is BLAKE3 over that block's name, what
+    the state is, where its span starts and the block's tokens up to its end. So equal names mean
+    interchangeable states, whoever computed them; a name proves the tokens that it stands for;
+    and the names of all blocks that may hold something for a prompt follow from the prompt alone.
+
+    Args:
+        namespace: Digest of everything that makes states incompatible.
+        tokens: The prompt; kept, not copied.
+        block_tokens: Tokens of a block, the longest span of a segment.
+    """
+
+    def __init__(self, namespace: bytes, tokens: IntArray, block_tokens: int) -> None:
+        self._namespace = namespace
         self._tokens = tokens
-        return True
+        self._block_tokens = block_tokens
+        self._blocks = [root_name(namespace)]
 
-    def _at(self, end: int, kind: bytes, start: int) -> bytes:
-        if end < self._done:
-            raise TokenError(f"names go forward: {end} comes before {self._done}")
-        if end > self._tokens.size:
-            raise TokenError(f"no name at {end}: the path has {self._tokens.size} tokens")
-        if end > self._done:
-            self._hasher.update(self._tokens[self._done : end].astype("<i4").tobytes())
-            self._done = end
-        return self._hasher.copy().update(kind + start.to_bytes(8, "little")).digest()
+    def follow(self, tokens: IntArray) -> None:
+        """Go on along `tokens`; blocks that they share with the prompt before stay hashed."""
+        common = common_prefix(self._tokens, tokens)
+        del self._blocks[common // self._block_tokens + 1 :]
+        self._tokens = tokens
 
-    def segment(self, start: int, end: int) -> bytes:
-        """Return the name of the segment of tokens [start, end)."""
-        return self._at(end, b"segment", start)
+    def block(self, origin: int) -> bytes:
+        """Return the name of the block that starts at `origin`, a multiple of `block_tokens`.
 
-    def checkpoint(self, position: int) -> bytes:
-        """Return the name of the checkpoint after `position` tokens."""
-        return self._at(position, b"checkpoint", position)
+        Raises:
+            TokenError: When it starts elsewhere, or the path is shorter.
+        """
+        index, rest = divmod(origin, self._block_tokens)
+        if rest or not 0 <= origin <= self._tokens.size:
+            raise TokenError(f"no block at {origin}: the path has {self._tokens.size} tokens")
+        while len(self._blocks) <= index:
+            start = (len(self._blocks) - 1) * self._block_tokens
+            tokens = self._tokens[start : start + self._block_tokens]
+            self._blocks.append(block_name(self._blocks[-1], tokens))
+        return self._blocks[index]
+
+    def segment(self, start: int, end: int) -> Place:
+        """Return the place of the segment of tokens [start, end), all in one block."""
+        return self._place("segment", start, end)
+
+    def checkpoint(self, start: int, position: int) -> Place:
+        """Return the place of the checkpoint after `position` tokens, in a span from `start` on."""
+        return self._place("checkpoint", start, position)
+
+    def _place(self, kind: Kind, start: int, end: int) -> Place:
+        origin = align_down(start, self._block_tokens)
+        if not start < end <= min(origin + self._block_tokens, self._tokens.size):
+            raise TokenError(
+                f"no {kind} of tokens {start} to {end}: the path has {self._tokens.size}, in "
+                f"blocks of {self._block_tokens}"
+            )
+        tokens = self._tokens[origin:end]
+        closes = end == origin + self._block_tokens
+        return Place(kind, self._namespace, self.block(origin), origin, start, tokens, closes)
+
+
+def root_name(namespace: bytes) -> bytes:
+    """Return the name of a namespace's first block."""
+    return blake3(b"llamakeep prefix\0" + namespace).digest()
+
+
+def block_name(block: bytes, tokens: IntArray) -> bytes:
+    """Return the name of the block that follows one of that name and those tokens."""
+    return blake3(block + b"block\0" + tokens.astype("<i4", copy=False).tobytes()).digest()
+
+
+def state_name(kind: Kind, block: bytes, start: int, tokens: IntArray) -> bytes:
+    """Return the name of a state.
+
+    Args:
+        kind: What it is.
+        block: Name of the block that it lies in.
+        start: Where its span starts; of no matter for a checkpoint, which is true at its end.
+        tokens: From the start of the block to the end of the state.
+    """
+    start_bytes = (start if kind == "segment" else 0).to_bytes(8, "little")
+    head = block + kind.encode() + b"\0" + start_bytes
+    return blake3(head + tokens.astype("<i4", copy=False).tobytes()).digest()

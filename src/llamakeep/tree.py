@@ -20,103 +20,40 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import numpy as np
+
 from llamakeep.checkpoints import best_to_restore, least_missed
-from llamakeep.errors import IntegrityError, InvalidValue
+from llamakeep.errors import IntegrityError, InvalidValue, StateLost
 from llamakeep.eviction import EvictionQueue
 from llamakeep.policy import Policy, get_policy
-from llamakeep.radix import Node, Path, check_nodes, descend, walk
+from llamakeep.radix import Path, check_nodes, descend, walk
 from llamakeep.runtime.base import Traits
+from llamakeep.spans import Kept, SpanNode, TreeCounters, TreeEntry
 from llamakeep.states import (
+    Block,
     Buffer,
     Checkpoint,
     CheckpointRef,
     Match,
+    Record,
     Saved,
     Segment,
     SegmentRef,
 )
-from llamakeep.stores.base import Store
-from llamakeep.tokens import IntArray, PathNames, align_down
+from llamakeep.stores.base import TreeStore
+from llamakeep.tokens import IntArray, PathNames, Place, align_down, state_name
 
 logger = logging.getLogger("llamakeep")
 
 
-class _Kept:
-    """Something that can be evicted by itself: a leaf's segment or a checkpoint."""
-
-    __slots__ = ("created", "hits", "last_used", "node", "queued", "ref", "sequence")
-
-    def __init__(
-        self, node: SpanNode, ref: SegmentRef | CheckpointRef, now: float, sequence: int
-    ) -> None:
-        self.node = node
-        self.ref = ref
-        self.created = self.last_used = now
-        self.sequence = sequence
-        self.hits = 0
-        self.queued = False
-
-    @property
-    def n_bytes(self) -> int:
-        return self.ref.n_bytes
-
-    @property
-    def n_tokens(self) -> int:
-        ref = self.ref
-        return ref.position if isinstance(ref, CheckpointRef) else ref.end - ref.start
-
-
-class SpanNode(Node):
-    """A span of tokens, its segment and the checkpoints inside it.
-
-    Attributes:
-        segment: What the node keeps of its span. The bytes are none in families without a
-            truncatable part; the root covers nothing.
-        checkpoints: By position, start < position <= end.
-        pins: While above 0, the node and what it holds stay.
-    """
-
-    __slots__ = ("checkpoints", "pins", "segment")
-
-    def __init__(self, tokens: IntArray, start: int = 0) -> None:
-        super().__init__(tokens, start)
-        self.segment: _Kept | None = None
-        self.checkpoints: dict[int, _Kept] = {}
-        self.pins = 0
-
-
-@dataclass(slots=True)
-class TreeCounters:
-    """What a tree did since it was made."""
-
-    hits: int = 0
-    misses: int = 0
-    evicted_segments: int = 0
-    evicted_checkpoints: int = 0
-    evicted_bytes: int = 0
-    refused_segments: int = 0
-    refused_checkpoints: int = 0
-    lost_blobs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TreeEntry:
-    """A prompt that the tree knows to its end.
-
-    `path_bytes` are of everything along it, what it shares with others included; `hits` and
-    `last_used` are those of its last span.
-    """
-
-    n_tokens: int
-    path_bytes: int
-    checkpoints: tuple[int, ...]
-    hits: int
-    last_used: float
+_MAX_COLD = 16_384
+"""States in tiers below that a tree remembers; more are found again when they are asked for."""
+_MIN_GAIN = 64
+"""Tokens that must be to be gained for a further tier to be asked: that costs a round trip."""
 
 
 class PrefixTree:
@@ -142,7 +79,7 @@ class PrefixTree:
 
     def __init__(
         self,
-        store: Store,
+        store: TreeStore,
         traits: Traits,
         *,
         namespace: bytes = b"",
@@ -167,9 +104,10 @@ class PrefixTree:
         self._clock = clock
         self._roots: dict[bytes, SpanNode] = {}
         self._numbers = itertools.count()
-        self._queue = EvictionQueue[_Kept](self.policy, clock, self._is_live)
+        self._queue = EvictionQueue[Kept](self.policy, clock, self._is_live)
         self._names: dict[bytes, PathNames] = {}
-        self._held_bytes = 0
+        self._cold: dict[bytes, Kept] = {}  # what is only in tiers below, by name
+        self._pinned_bytes = 0
         self._n_nodes = 0
 
     def __repr__(self) -> str:
@@ -191,86 +129,182 @@ class PrefixTree:
         """
         path = self._path(tokens)
         deepest = min(path.n_tokens, tokens.size if limit is None else limit)
-        checkpoint: _Kept | None = None
+        checkpoint: Kept | None = None
         if self.traits.rolling:
             along = self._checkpoints_along(path)
             n_tokens = best_to_restore(along, deepest, align)
             checkpoint = along.get(n_tokens)
         else:
             n_tokens = align_down(deepest, align)
-        segments = tuple(
-            kept.ref
-            for node, _ in path.nodes
-            if node.start < n_tokens
-            and (kept := node.segment) is not None
-            and isinstance(kept.ref, SegmentRef)
-        )
         return Match(
             n_tokens,
             path.n_tokens,
-            segments if self.traits.segments and n_tokens else (),
+            tuple(self._cover(path, n_tokens)) if self.traits.segments and n_tokens else (),
             checkpoint.ref if checkpoint and isinstance(checkpoint.ref, CheckpointRef) else None,
         )
 
+    @staticmethod
+    def _cover(path: Path[SpanNode], n_tokens: int) -> list[SegmentRef]:
+        """Return the segments that cover the first `n_tokens` of a path, as few as do."""
+        cover: list[SegmentRef] = []
+        for node, _ in path.nodes:
+            ref = node.segment.ref if node.segment is not None else None
+            if node.start >= n_tokens or not isinstance(ref, SegmentRef):
+                continue
+            while cover and cover[-1].start >= ref.start:
+                cover.pop()  # cut by another writer, who had these tokens too
+            cover.append(ref)
+        return cover
+
+    def discover(
+        self,
+        tokens: IntArray,
+        match: Match,
+        *,
+        limit: int | None = None,
+        align: int = 1,
+        beyond: int = 0,
+    ) -> Match:
+        """Look below memory for a deeper restorable position than `match`, and learn the way there.
+
+        Costs an index lookup for each block of tokens past the match in each tier that is asked,
+        nearest first; a further one only while 64 tokens or more are still to be gained.
+
+        Args:
+            tokens: The prompt.
+            match: What `match_prefix` found, with the same arguments.
+            limit: Deepest position wanted; None for the prompt's length.
+            align: The position must be a multiple of this.
+            beyond: Only a position deeper than this is worth anything.
+
+        Returns:
+            The match to be had now.
+        """
+        self.settle()
+        deepest = align_down(tokens.size if limit is None else min(limit, tokens.size), align)
+        sources = [
+            (tier.find, _MIN_GAIN if tier.tier == "shared" else 1) for tier in self.store.below
+        ]
+        for find, least_gain in [(self.store.find_pending, 1), *sources] if sources else []:
+            if deepest - max(match.n_tokens, beyond) < least_gain:
+                break
+            names = self._names_along(tokens)
+            first = align_down(match.n_tokens, self.segment_tokens)
+            blocks = [
+                Block(names.block(origin), origin, tokens[origin : origin + self.segment_tokens])
+                for origin in range(first, deepest, self.segment_tokens)
+            ]
+            found = find(blocks)
+            for record in sorted(found, key=lambda record: (record.start, record.end)):
+                self._graft(tokens, names, record)
+            if found:
+                match = self.match_prefix(tokens, limit=limit, align=align)
+        self._forget_cold()
+        return match
+
     def fetch(
         self, tokens: IntArray, match: Match
-    ) -> tuple[list[Segment], Checkpoint | None] | None:
+    ) -> tuple[Iterable[Segment], Checkpoint | None] | None:
         """Return the states of a match. Call `touch` when they were used.
 
         Returns:
-            The stored bytes, not copies; or None when the store has lost one. Then the tree
+            The stored bytes, not copies: a list of segments when all are in memory; else an
+            iterator that reads one after the other and raises `StateLost` when one is gone, which
+            `reject` wants to hear of. None when the store has lost one already: then the tree
             forgets the node that it belonged to, and what hangs off it.
         """
-        segments = []
-        for ref in match.segments:
-            data = self.store.get(ref.name)
+        refs: list[SegmentRef | CheckpointRef] = [*match.segments]
+        if match.checkpoint is not None:
+            refs.insert(0, match.checkpoint)
+        blobs = self.store.get_many([ref.name for ref in refs])
+        checkpoint = None
+        if match.checkpoint is not None:
+            data = next(blobs)
             if data is None:
-                self._forget(tokens, ref)
+                self._forget(tokens, match.checkpoint)
                 return None
-            segments.append(Segment(ref.start, ref.end, data))
-        if match.checkpoint is None:
-            return segments, None
-        checkpoint = self.fetch_checkpoint(tokens, match)
-        return None if checkpoint is None else (segments, checkpoint)
+            checkpoint = Checkpoint(match.checkpoint.position, data)
+        segments = self._segments_of(match.segments, blobs)
+        if not any(ref.name in self._cold for ref in match.segments):
+            try:
+                return list(segments), checkpoint
+            except StateLost as error:
+                self.reject(tokens, match, error.lost)
+                return None
+        return segments, checkpoint
+
+    @staticmethod
+    def _segments_of(
+        refs: Sequence[SegmentRef], blobs: Iterator[Buffer | None]
+    ) -> Iterator[Segment]:
+        for ref in refs:
+            data = next(blobs)
+            if data is None:
+                raise StateLost(f"the state of tokens {ref.start} to {ref.end} is gone", lost=ref)
+            yield Segment(ref.start, ref.end, data)
 
     def fetch_checkpoint(self, tokens: IntArray, match: Match) -> Checkpoint | None:
         """Return the checkpoint of a match, all that a live sequence needs. See `fetch`."""
         ref = match.checkpoint
         if ref is None:
             return None
-        data = self.store.get(ref.name)
+        data = next(self.store.get_many([ref.name]))
         if data is None:
             self._forget(tokens, ref)
             return None
         return Checkpoint(ref.position, data)
+
+    def tier_of(self, tokens: IntArray, match: Match) -> str:
+        """Return the lowest tier that a state of a match comes from."""
+        wanted = {ref.name for ref in match.segments}
+        if match.checkpoint is not None:
+            wanted.add(match.checkpoint.name)
+        path = self._path(tokens[: match.n_tokens])
+        tiers = {k.tier for node, _ in path.nodes for k in node.states() if k.ref.name in wanted}
+        return self._lowest(tiers)
+
+    def _lowest(self, tiers: set[str]) -> str:
+        order = [tier.tier for tier in self.store.below]
+        return max(tiers - {"ram"}, key=order.index, default="ram")
 
     def touch(self, tokens: IntArray, n_tokens: int) -> None:
         """Count a use of the path to `n_tokens`, its checkpoint there included."""
         now = self._clock()
         self.counters.hits += bool(n_tokens)
         self.counters.misses += not n_tokens
+        used = []
         for node, _ in self._path(tokens[:n_tokens]).nodes:
             for kept in (node.segment, node.checkpoints.get(n_tokens)):
                 if kept is not None:
                     kept.last_used, kept.hits = now, kept.hits + 1
+                    used += [kept.ref.name] if kept.n_bytes else []
+        if used:
+            self.store.seen(used, int(tokens.size), used=True)
 
     def reject(
-        self, tokens: IntArray, match: Match, refused: Segment | Checkpoint | None = None
+        self,
+        tokens: IntArray,
+        match: Match,
+        refused: Segment | Checkpoint | SegmentRef | None = None,
     ) -> None:
-        """Forget what a runtime refused, and what hangs off it.
+        """Forget what a runtime refused, or a tier lost, and what hangs off it.
 
         Args:
             tokens: The prompt of the match.
             match: What was to be restored.
-            refused: The state that is not what it should be; None when that is not known. Then
-                the deepest one goes, which costs the least if it was not to blame.
+            refused: The state that is not what it should be, which is deleted in every tier; or
+                what is lost, of a `StateLost`. None when that is not known: then the deepest one
+                goes, which costs the least if it was not to blame.
         """
+        if isinstance(refused, SegmentRef):
+            self._forget(tokens, refused)
+            return
         deepest = match.checkpoint or (match.segments[-1] if match.segments else None)
         ref: SegmentRef | CheckpointRef | None = deepest
         if isinstance(refused, Segment):
             ref = next((ref for ref in match.segments if ref.start == refused.start), deepest)
         if ref is not None:
-            self._forget(tokens, ref)
+            self._forget(tokens, ref, delete=True)
 
     def checkpoint_positions(self, tokens: IntArray) -> list[int]:
         """Return where the tree has checkpoints along `tokens`, ascending."""
@@ -304,25 +338,28 @@ class PrefixTree:
         Raises:
             StateError: What `read` raises; what was stored before stays.
         """
+        self.settle()
         path = self._path(tokens)
         node, at = path.nodes[-1]
-        names = self._names_along(tokens, at)
+        names = self._names_along(tokens)
         read_bytes = reread_bytes = 0
         with self._pinned(path):
             n_bytes = and_bytes + self._missing_bytes(at, tokens.size, segment_bytes)
             fits = n_bytes <= self._reclaimable_bytes()
             refused = f"{n_bytes:,} bytes of tokens {at} to {tokens.size} do not fit"
-            if self.traits.rolling and not fits:
+            if self.traits.rolling and not (fits or self.store.below):
                 self.counters.refused_segments += 1
                 return Saved(at, refused=refused)
             while at < tokens.size:
-                grows = node.start < at == node.end and at % self.segment_tokens != 0
-                start = node.start if grows else at
+                grows = self._may_grow(node, at)
+                start = self._start_of(node) if grows else at
                 end = min(tokens.size, align_down(at, self.segment_tokens) + self.segment_tokens)
                 n_bytes = segment_bytes(end - start) if self.traits.segments else 0
-                ref = SegmentRef(names.segment(start, end), start, end, n_bytes)
+                place = names.segment(start, end)
+                ref = SegmentRef(place.name, start, end, n_bytes)
                 produce = partial(self._read_span, read, start, end)
-                if not self._keep(ref, produce, evict=fits):
+                tier = self._keep(ref, place, produce, evict=fits)
+                if not tier:
                     self.counters.refused_segments += 1
                     if fits:
                         refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
@@ -330,11 +367,19 @@ class PrefixTree:
                 read_bytes += n_bytes
                 if grows:
                     reread_bytes += segment_bytes(at - start) if self.traits.segments else 0
-                    self._grow(node, tokens[at:end], ref)
+                    self._grow(node, tokens[at:end], ref, tier)
                 else:
-                    node = self._hang(path, tokens[start:end], ref)
+                    node = self._hang(path, tokens[at:end], ref, tier)
                 at = end
+            self._pass_on(path, tokens.size)
+        self._forget_cold()
         return Saved(tokens.size, read_bytes, reread_bytes)
+
+    @staticmethod
+    def _start_of(node: SpanNode) -> int:
+        """Return where the segment of a node starts, which may be before the node does."""
+        ref = node.segment.ref if node.segment is not None else None
+        return ref.start if isinstance(ref, SegmentRef) else node.start
 
     @staticmethod
     def _read_span(read: Callable[[int, int], Segment], start: int, end: int) -> Buffer:
@@ -349,18 +394,20 @@ class PrefixTree:
         n_bytes = segment_bytes(first - at) + n_full * segment_bytes(self.segment_tokens)
         return n_bytes + (segment_bytes(n_last) if n_last else 0)
 
-    def _names_along(self, tokens: IntArray, start: int) -> PathNames:
-        """Return the names along `tokens` past `start`.
-
-        What continues the prompt before it, as the next checkpoint of a prompt does, is not hashed
-        from its beginning again.
-        """
+    def _names_along(self, tokens: IntArray) -> PathNames:
+        """Return the names along `tokens`; what they share with the last prompt stays hashed."""
         tokens = tokens.copy()  # the caller may write into its own
         names = self._names.get(self.namespace)
-        if names is None or names.n_hashed > start or not names.follow(tokens):
-            names = PathNames(self.namespace, tokens)
+        if names is None:
+            names = PathNames(self.namespace, tokens, self.segment_tokens)
             self._names = {self.namespace: names}  # of the last prompt only
+        else:
+            names.follow(tokens)
         return names
+
+    def _may_grow(self, node: SpanNode, at: int) -> bool:
+        """Whether a node ends at `at` with a tail that a longer one may take the place of."""
+        return node.start < at == node.end and at % self.segment_tokens != 0
 
     def save_checkpoint(
         self, tokens: IntArray, *, n_bytes: int, read: Callable[[], Checkpoint]
@@ -385,16 +432,17 @@ class PrefixTree:
         covered = 0 < position == path.n_tokens
         if covered and position in node.checkpoints:
             return True
-        name = self._names_along(tokens, position).checkpoint(position)
-        ref = CheckpointRef(name, position, n_bytes)
         try:
-            with self._pinned(path):
-                if covered and self.max_checkpoints and self._keep(ref, lambda: read().data):
-                    kept = _Kept(node, ref, self._clock(), next(self._numbers))
-                    node.checkpoints[position] = kept
-                    self._held_bytes += n_bytes
-                    self._thin_out(path)
-                    return True
+            if covered and self.max_checkpoints:
+                place = self._names_along(tokens).checkpoint(node.start, position)
+                ref = CheckpointRef(place.name, position, n_bytes)
+                with self._pinned(path):
+                    tier = self._keep(ref, place, lambda: read().data)
+                    if tier:
+                        self._put_in(node, position, self._kept(node, ref, tier))
+                        self._thin_out(path)
+                        self.store.seen([ref.name], position, used=False)
+                        return True
         finally:
             if self._is_useless(node):
                 self._drop_leaf(node)
@@ -413,12 +461,30 @@ class PrefixTree:
     def _thin_out(self, path: Path[SpanNode]) -> None:
         along = self._checkpoints_along(path)
         while len(along) > self.max_checkpoints:
-            self._drop_checkpoint(along.pop(least_missed(sorted(along))))
+            thinned = along.pop(least_missed(sorted(along)))
+            self._drop_checkpoint(thinned)
+            self.store.delete(thinned.ref.name)
 
-    def _hang(self, path: Path[SpanNode], tokens: IntArray, ref: SegmentRef) -> SpanNode:
-        """Hang a new span off the end of a pinned path, and make it part of that."""
-        node = SpanNode(tokens, ref.start)
-        node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
+    # -- nodes -------------------------------------------------------------------------------
+
+    def _kept(self, node: SpanNode, ref: SegmentRef | CheckpointRef, tier: str) -> Kept:
+        kept = Kept(node, ref, tier, self._clock(), next(self._numbers))
+        if kept.tier != "ram" and ref.n_bytes:
+            self._cold[ref.name] = kept
+        return kept
+
+    def _put_in(self, node: SpanNode, position: int, kept: Kept) -> None:
+        """Put a checkpoint into a node."""
+        node.checkpoints[position] = kept
+        if node.pins:
+            self._pinned_bytes += kept.held_bytes
+        else:
+            self._queue.push(kept)
+
+    def _hang(self, path: Path[SpanNode], tokens: IntArray, ref: SegmentRef, tier: str) -> SpanNode:
+        """Hang a new span, the end of `ref`, off the end of a pinned path, as part of that."""
+        node = SpanNode(tokens, ref.end - int(tokens.size))
+        node.segment = self._kept(node, ref, tier)
         self._roots.setdefault(self.namespace, path.nodes[0][0])
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))
@@ -426,33 +492,123 @@ class PrefixTree:
         self._hold(node)  # queued when it is let go
         return node
 
-    def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef) -> None:
-        """Let a longer tail take the place of a shorter one."""
-        old = node.segment
-        before = self._own_bytes(node)
+    def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> None:
+        """Let a longer tail take the place of a shorter one, in a pinned node."""
+        old, before = node.segment, node.held_bytes
         node.extend(more)
-        node.segment = _Kept(node, ref, self._clock(), next(self._numbers))
+        node.segment = self._kept(node, ref, tier)
         if old is not None:
             node.segment.hits, node.segment.created = old.hits, old.created
+            self._cold.pop(old.ref.name, None)
             if self.traits.segments:
-                self.store.delete(old.ref.name)
-        self._held_bytes += self._own_bytes(node) - before  # a path that is saved is pinned
+                self.store.supersede(old.ref.name, ref.name)
+        self._pinned_bytes += node.held_bytes - before
+
+    def _pass_on(self, path: Path[SpanNode], n_tokens: int) -> None:
+        """Tell the store which states a prompt of `n_tokens` goes through."""
+        if self.store.below and self.traits.segments:
+            names = [node.segment.ref.name for node, _ in path.nodes if node.segment is not None]
+            self.store.seen(names, n_tokens, used=False)
+
+    # -- what comes from tiers below ---------------------------------------------------------
+
+    def _graft(self, tokens: IntArray, names: PathNames, record: Record) -> None:
+        """Hang what a tier has below memory where it belongs, if it is what it says it is."""
+        origin = align_down(record.start, self.segment_tokens)
+        end = record.end
+        if not origin <= record.start < end <= origin + self.segment_tokens or (
+            record.start > tokens.size
+        ):
+            return
+        within = np.concatenate((tokens[origin : record.start], record.tokens))
+        if state_name(record.kind, names.block(origin), record.start, within) != record.name:
+            return  # its block goes on otherwise before its span starts
+        whole = np.concatenate((tokens[: record.start], record.tokens))
+        with self._pinned(self._path(whole)) as path:
+            node, at = path.nodes[-1]
+            if record.kind == "checkpoint":
+                self._graft_checkpoint(path, whole, names, record)
+            elif self.traits.segments and record.start <= at < end:
+                ref = SegmentRef(record.name, record.start, end, record.n_bytes)
+                self.counters.discovered += 1
+                if self._may_grow(node, at) and record.start <= self._start_of(node):
+                    self._outgrow(node, whole[at:end], ref, record.tier)
+                else:
+                    self._hang(path, whole[at:end], ref, record.tier)
+
+    def _outgrow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> None:
+        """Let a longer tail that a tier has take the place of a shorter one."""
+        old, before = node.segment, node.held_bytes
+        node.extend(more)
+        node.segment = self._kept(node, ref, tier)
+        if old is not None:
+            node.segment.hits, node.segment.created = old.hits, old.created
+            self._cold.pop(old.ref.name, None)
+            self.store.evict(old.ref.name)
+        self._pinned_bytes += node.held_bytes - before
+
+    def _graft_checkpoint(
+        self, path: Path[SpanNode], tokens: IntArray, names: PathNames, record: Record
+    ) -> None:
+        position = record.end
+        at = path.n_tokens
+        while not self.traits.segments and at < position:
+            # Spans without bytes lead to it.
+            end = min(position, align_down(at, self.segment_tokens) + self.segment_tokens)
+            origin = align_down(at, self.segment_tokens)
+            name = state_name("segment", names.block(origin), at, tokens[origin:end])
+            self._hang(path, tokens[at:end], SegmentRef(name, at, end, 0), "ram")
+            at = end
+        node = path.nodes[-1][0]
+        if self.traits.rolling and at >= position and position not in node.checkpoints:
+            self.counters.discovered += 1
+            ref = CheckpointRef(record.name, position, record.n_bytes)
+            self._put_in(node, position, self._kept(node, ref, record.tier))
+
+    def settle(self) -> None:
+        """Take into memory what was read from tiers below since, as far as there is room."""
+        for name, data in self.store.take_promoted():
+            kept = self._cold.get(name)
+            if kept is None or kept.n_bytes != data.nbytes:
+                continue
+            with self._pinned_up(kept.node):
+                if self._make_room(kept.n_bytes) and self.store.admit(name, data):
+                    kept.tier = "ram"
+                    del self._cold[name]
+                    self._pinned_bytes += kept.n_bytes
+                    self.counters.promoted += 1
+
+    def _forget_cold(self) -> None:
+        """Forget what is only in tiers below, where that is too much: it can be found again."""
+        while len(self._cold) > _MAX_COLD and self._evict_one():
+            pass
 
     # -- room --------------------------------------------------------------------------------
 
     def _keep(
-        self, ref: SegmentRef | CheckpointRef, produce: Callable[[], Buffer], *, evict: bool = True
-    ) -> bool:
-        """Make room for a blob, then let it be read. False when room cannot be made."""
+        self,
+        ref: SegmentRef | CheckpointRef,
+        place: Place,
+        produce: Callable[[], Buffer],
+        *,
+        evict: bool = True,
+    ) -> str:
+        """Make room for a blob, then let it be read. Return the tier it is in, or nothing."""
         if isinstance(ref, SegmentRef) and not self.traits.segments:
-            return True
-        if self._free_bytes() < ref.n_bytes:
-            if not evict or ref.n_bytes > self._reclaimable_bytes():
-                return False  # refused before anything is evicted
-            while self._free_bytes() < ref.n_bytes:
-                if not self._evict_one():
-                    return False
-        return self.store.put(ref.name, ref.n_bytes, produce)
+            return "ram"
+        has_room = self._make_room(ref.n_bytes) if evict else self._free_bytes() >= ref.n_bytes
+        if has_room and self.store.put(ref.name, ref.n_bytes, produce, place):
+            return "ram"
+        return self.store.put_below(ref.name, ref.n_bytes, produce, place)
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Evict until there are `n_bytes`; evict nothing where there cannot be."""
+        if n_bytes > self._reclaimable_bytes():
+            return False
+        while self._free_bytes() < n_bytes:
+            if not self._evict_one():
+                return False
+        return True
 
     def _free_bytes(self) -> int:
         return self.store.capacity_bytes - self.store.used_bytes
@@ -460,13 +616,9 @@ class PrefixTree:
     def _reclaimable_bytes(self) -> int:
         """Return the bytes that are free or could be freed without touching a pinned node."""
         # Pins are set along whole paths, so nothing that is not pinned is above what is.
-        return self.store.capacity_bytes - self._held_bytes
+        return self.store.capacity_bytes - self._pinned_bytes
 
-    def _own_bytes(self, node: SpanNode) -> int:
-        segment = node.segment.n_bytes if node.segment and self.traits.segments else 0
-        return segment + sum(kept.n_bytes for kept in node.checkpoints.values())
-
-    def _is_live(self, kept: _Kept) -> bool:
+    def _is_live(self, kept: Kept) -> bool:
         node, ref = kept.node, kept.ref
         if isinstance(ref, CheckpointRef):
             return node.checkpoints.get(ref.position) is kept
@@ -487,22 +639,27 @@ class PrefixTree:
             self._drop_leaf(kept.node)
         return True
 
-    def _can_go(self, kept: _Kept) -> bool:
+    def _can_go(self, kept: Kept) -> bool:
         node = kept.node
         return not node.pins and (isinstance(kept.ref, CheckpointRef) or not node.branches)
 
-    def _drop_checkpoint(self, kept: _Kept) -> None:
+    def _drop_checkpoint(self, kept: Kept) -> None:
         node, ref = kept.node, kept.ref
         if not isinstance(ref, CheckpointRef):  # pragma: no cover - told apart by the callers
             raise InvalidValue(f"{ref} is no checkpoint")
-        del node.checkpoints[ref.position]
-        self.store.delete(ref.name)
-        if node.pins:
-            self._held_bytes -= ref.n_bytes
+        self._take_out(node, ref.position)
+        self.store.evict(ref.name)
         self.counters.evicted_checkpoints += 1
-        self.counters.evicted_bytes += ref.n_bytes
+        self.counters.evicted_bytes += kept.held_bytes
         if self._is_useless(node):
             self._drop_leaf(node)
+
+    def _take_out(self, node: SpanNode, position: int) -> None:
+        """Take a checkpoint out of its node; its bytes stay where they are."""
+        kept = node.checkpoints.pop(position)
+        self._cold.pop(kept.ref.name, None)
+        if node.pins:
+            self._pinned_bytes -= kept.held_bytes
 
     def _is_useless(self, node: SpanNode) -> bool:
         """Whether a rolling family has nothing to restore at or below this node."""
@@ -513,7 +670,7 @@ class PrefixTree:
         """Drop a leaf and what it holds, and the spans above it that led only there."""
         while node.parent is not None and not node.branches:
             parent = node.parent
-            self.counters.evicted_bytes += self._own_bytes(node)
+            self.counters.evicted_bytes += node.held_bytes
             self.counters.evicted_segments += 1
             self.counters.evicted_checkpoints += len(node.checkpoints)
             self._drop_subtree(node)
@@ -521,16 +678,21 @@ class PrefixTree:
                 return
             node = parent
 
-    def _delete_blobs(self, node: SpanNode) -> None:
-        if node.segment is not None and self.traits.segments:
-            self.store.delete(node.segment.ref.name)
-        for kept in node.checkpoints.values():
-            self.store.delete(kept.ref.name)
+    def _empty(self, node: SpanNode) -> None:
+        """Drop what a node holds from memory."""
+        for kept in node.states():
+            self._cold.pop(kept.ref.name, None)
+            self.store.evict(kept.ref.name)
         node.segment = None
         node.checkpoints.clear()
 
-    def _forget(self, tokens: IntArray, ref: SegmentRef | CheckpointRef) -> None:
+    def _forget(
+        self, tokens: IntArray, ref: SegmentRef | CheckpointRef, *, delete: bool = False
+    ) -> None:
         """Drop what a lost or refused blob belonged to, and what hangs off it.
+
+        With `delete` the blob goes in every tier: it is not what it should be. Otherwise it may
+        only be out of reach.
 
         A match that is older than the last save may name what was replaced since: that is let be.
         """
@@ -544,15 +706,17 @@ class PrefixTree:
                 return
             self.counters.lost_blobs += 1
             if checkpoint:
-                del node.checkpoints[position]
-                self.store.delete(ref.name)
+                self._take_out(node, position)
+                self.store.evict(ref.name)
             else:
                 self._drop_subtree(node)
+            if delete:
+                self.store.delete(ref.name)
             return
 
     def _drop_subtree(self, node: SpanNode) -> None:
         for below in walk(node):
-            self._delete_blobs(below)
+            self._empty(below)
             self._n_nodes -= 1
         parent = node.parent
         if parent is not None:
@@ -569,14 +733,14 @@ class PrefixTree:
             yield
 
     @contextmanager
-    def _pinned(self, path: Path[SpanNode]) -> Iterator[None]:
+    def _pinned(self, path: Path[SpanNode]) -> Iterator[Path[SpanNode]]:
         n_held, complete = 0, False
         try:
             for node, _ in path.nodes:
                 self._hold(node)
                 n_held += 1
             complete = True
-            yield
+            yield path
         finally:
             # Also what was hung on meanwhile. A policy may raise: nothing stays pinned.
             nodes = path.nodes if complete else path.nodes[:n_held]
@@ -584,9 +748,17 @@ class PrefixTree:
             for node in free:
                 self._enqueue_all(node)
 
+    def _pinned_up(self, last: SpanNode) -> AbstractContextManager[Path[SpanNode]]:
+        """Hold a node and everything above it."""
+        nodes, node = [(last, last.end)], last.parent
+        while node is not None:
+            nodes.append((node, nodes[-1][0].start))
+            node = node.parent
+        return self._pinned(Path(nodes[::-1], last.end))
+
     def _hold(self, node: SpanNode) -> None:
         if not node.pins:
-            self._held_bytes += self._own_bytes(node)
+            self._pinned_bytes += node.held_bytes
         node.pins += 1
 
     def _let_go(self, node: SpanNode) -> bool:
@@ -594,7 +766,7 @@ class PrefixTree:
             return False  # an interrupt came before it was held
         node.pins -= 1
         if not node.pins:
-            self._held_bytes -= self._own_bytes(node)
+            self._pinned_bytes -= node.held_bytes
         return not node.pins
 
     def _enqueue_all(self, node: SpanNode) -> None:
@@ -609,7 +781,7 @@ class PrefixTree:
         # A namespace that was only asked for gets no root of its own.
         return descend(self._roots.get(self.namespace) or SpanNode(tokens[:0]), tokens)
 
-    def _checkpoints_along(self, path: Path[SpanNode]) -> dict[int, _Kept]:
+    def _checkpoints_along(self, path: Path[SpanNode]) -> dict[int, Kept]:
         return {
             position: kept
             for node, end in path.nodes
@@ -634,21 +806,30 @@ class PrefixTree:
             if kept is None or any(point == last.end for point, _ in last.branches):
                 continue  # a longer prompt goes on from here
             positions: list[int] = []
-            path_bytes, end = 0, last.end
+            path_bytes, end, tiers = 0, last.end, set[str]()
             node: SpanNode | None = last
             while node is not None:
                 past = [at for at in node.checkpoints if at > end]
                 positions += node.checkpoints.keys() - past
-                path_bytes += self._own_bytes(node)
+                path_bytes += node.n_bytes
                 path_bytes -= sum(node.checkpoints[at].n_bytes for at in past)
+                tiers.update(k.tier for at, k in node.checkpoints.items() if at <= end)
+                tiers.update([node.segment.tier] if node.segment is not None else [])
                 end, node = node.start, node.parent
             found.append(
-                TreeEntry(last.end, path_bytes, tuple(sorted(positions)), kept.hits, kept.last_used)
+                TreeEntry(
+                    last.end,
+                    path_bytes,
+                    tuple(sorted(positions)),
+                    kept.hits,
+                    kept.last_used,
+                    self._lowest(tiers),
+                )
             )
         return sorted(found, key=lambda entry: entry.last_used, reverse=True)
 
     def clear(self) -> None:
-        """Forget everything, in every namespace.
+        """Forget everything, in every namespace; tiers below keep what they have.
 
         Raises:
             InvalidValue: While something is pinned; nothing is forgotten then.
@@ -656,8 +837,9 @@ class PrefixTree:
         if any(node.pins for node in self._nodes()):
             raise InvalidValue("cannot clear a tree while states of it are in use")
         for node in self._nodes():
-            self._delete_blobs(node)
+            self._empty(node)
         self._roots.clear()
+        self._cold.clear()
         self._queue.clear()
         self._n_nodes = 0
 
@@ -684,11 +866,11 @@ class PrefixTree:
             names, broken = self._survey()  # a blob that two had is gone for both
         if broken:
             raise IntegrityError(broken[0][1])
-        orphans = [name for name in self.store if name not in names]
+        orphans = [name for name in self.store.held() if name not in names]
         if orphans and not fix:
             raise IntegrityError(f"{len(orphans)} blobs belong to no node")
         for name in orphans:
-            self.store.delete(name)
+            self.store.evict(name)
         if (total := sum(names.values())) != self.store.used_bytes:
             raise IntegrityError(
                 f"nodes have {total:,} bytes, {self.store.used_bytes:,} are counted"
@@ -698,7 +880,9 @@ class PrefixTree:
     def _mend_bookkeeping(self) -> None:
         """Count anew what an interrupt may have left half counted. Nothing is pinned now."""
         nodes = list(self._nodes())
-        self._n_nodes, self._held_bytes = len(nodes), 0
+        self._n_nodes, self._pinned_bytes = len(nodes), 0
+        states = [kept for node in nodes for kept in node.states()]
+        self._cold = {kept.ref.name: kept for kept in states if kept.tier != "ram"}
         for node in nodes:
             node.pins = 0
             self._enqueue_all(node)
@@ -707,9 +891,12 @@ class PrefixTree:
         nodes = list(self._nodes())
         if len(nodes) != self._n_nodes:
             raise IntegrityError(f"{self._n_nodes} nodes are counted, there are {len(nodes)}")
-        held_bytes = sum(self._own_bytes(node) for node in nodes if node.pins)
-        if held_bytes != self._held_bytes:
-            raise IntegrityError(f"{self._held_bytes:,} bytes count as held, {held_bytes:,} are")
+        held_bytes = sum(node.held_bytes for node in nodes if node.pins)
+        if held_bytes != self._pinned_bytes:
+            raise IntegrityError(f"{self._pinned_bytes:,} bytes count as held, {held_bytes:,} are")
+        cold = {k.ref.name for node in nodes for k in node.states() if k.tier != "ram"}
+        if cold != self._cold.keys():
+            raise IntegrityError(f"{len(self._cold)} states count as below, {len(cold)} are")
         in_queue = list(self._queue)
         if len(set(map(id, in_queue))) != len(in_queue):
             raise IntegrityError(f"the queue of {len(in_queue)} has something twice")
@@ -741,12 +928,12 @@ class PrefixTree:
         kept = node.segment
         if kept is None or not isinstance(kept.ref, SegmentRef):
             return f"{node!r} has no segment"
-        if (kept.ref.start, kept.ref.end) != (node.start, node.end):
+        if kept.ref.start > node.start or kept.ref.end != node.end:
             return f"{node!r} has the segment of {kept.ref.start} to {kept.ref.end}"
         if node.pins < 0:
             return f"{node!r} has {node.pins} pins"
-        refs: list[SegmentRef | CheckpointRef] = [kept.ref] if self.traits.segments else []
-        refs += [checkpoint.ref for checkpoint in node.checkpoints.values()]
+        segment = [kept] if self.traits.segments else []
+        refs = [k.ref for k in (*segment, *node.checkpoints.values()) if k.tier == "ram"]
         for position, checkpoint in node.checkpoints.items():
             ref = checkpoint.ref
             if not isinstance(ref, CheckpointRef) or ref.position != position:
@@ -754,7 +941,7 @@ class PrefixTree:
             if not node.start < position <= node.end:
                 return f"{node!r} has a checkpoint at {position}"
         for ref in refs:
-            if ref.name not in self.store:
+            if not self.store.holds(ref.name):
                 return f"a blob of {node!r} is missing"
             if ref.name in names:
                 return f"a blob of {node!r} belongs to another node too"

@@ -9,7 +9,7 @@ depends on the model's memory family.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -161,7 +161,7 @@ class Runtime(Protocol):
         self,
         seq_id: int,
         n_tokens: int,
-        segments: Sequence[Segment],
+        segments: Iterable[Segment],
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Make the sequence hold exactly the first `n_tokens` of a prompt.
@@ -170,12 +170,14 @@ class Runtime(Protocol):
             seq_id: The sequence; what it held before is gone.
             n_tokens: Tokens it shall hold.
             segments: In order, together covering [0, n_tokens); each is used up to the start of
-                the next one, the last one up to `n_tokens`.
+                the next one, the last one up to `n_tokens`. A sequence is checked as a whole
+                before anything is moved; an iterator is drawn one ahead of what is moved.
             checkpoint: At `n_tokens`, where the family needs one; applied last.
 
         Raises:
             StateRejected: When a state is not what it should be; found before native code sees it.
-                The sequence is unchanged.
+                The sequence is unchanged, or empty when the states came from an iterator.
+            StateError: What the iterator raises. The sequence is empty.
             RestoreFailed: When the runtime refused, or size or positions were wrong afterwards.
                 The sequence is empty.
         """

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -42,9 +42,10 @@ from llamakeep.errors import (
     StateError,
     StateRejected,
     blaming,
+    is_of_input,
 )
 from llamakeep.runtime.base import Family, Runtime, Traits
-from llamakeep.runtime.layout import check_cover
+from llamakeep.runtime.layout import check_cover, with_stops
 from llamakeep.states import (
     Buffer,
     Checkpoint,
@@ -331,6 +332,9 @@ class FakeRuntime:
         try:
             yield
         except StateError as error:
+            if is_of_input(error):
+                self.clear(seq_id)
+                raise
             cleared_all = isinstance(error, RestoreFailed) and error.cleared_all
             if cleared_all:
                 self.clear_all()
@@ -646,7 +650,7 @@ class FakeRuntime:
         self,
         seq_id: int,
         n_tokens: int,
-        segments: Sequence[Segment],
+        segments: Iterable[Segment],
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Make the sequence hold the first `n_tokens` of a prompt. See `Runtime.restore`."""
@@ -654,13 +658,15 @@ class FakeRuntime:
         if not 0 < n_tokens <= self.n_ctx:
             raise StateRejected(f"{n_tokens} tokens do not fit into a context of {self.n_ctx}")
         if self.traits.whole_because:
-            self._restore_whole(seq_id, n_tokens, segments, checkpoint)
+            self._restore_whole(seq_id, n_tokens, list(segments), checkpoint)
             return
-        check_cover(n_tokens, segments, needed=self.traits.segments)
-        states = []
-        for part in segments:
-            with blaming(part):
-                states.append(self._parse(part.data, _SEGMENT, part.start, part.end))
+        if not self.traits.segments:
+            check_cover(n_tokens, list(segments), needed=False)
+        if isinstance(segments, Sequence):
+            check_cover(n_tokens, segments, needed=self.traits.segments)
+            segments = list(self._checked(segments))
+        else:
+            segments = self._checked(segments)
         rolling = None
         if self.traits.rolling:
             with blaming(checkpoint):
@@ -669,10 +675,10 @@ class FakeRuntime:
         self.calls.restores += 1
         with self._all_or_empty(seq_id):
             self.clear(seq_id)
-            stops = [*(segment.start for segment in segments[1:]), n_tokens]
-            for segment, state, stop in zip(segments, states, stops, strict=False):
+            for segment, stop in with_stops(n_tokens, segments) if self.traits.segments else ():
                 self._step("restore:segment")
                 self._count_write(segment.data)
+                state = self._parse(segment.data, _SEGMENT, segment.start, segment.end)
                 self._place(seq, segment, state, stop)
             if rolling is not None and checkpoint is not None:
                 self._step("restore:checkpoint")
@@ -681,6 +687,13 @@ class FakeRuntime:
             self._step("restore:verify")
             if seq.n_tokens != n_tokens:
                 raise RestoreFailed(f"sequence holds {seq.n_tokens} tokens, not {n_tokens}")
+
+    def _checked(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        """Yield segments, each checked before."""
+        for segment in segments:
+            with blaming(segment):
+                self._parse(segment.data, _SEGMENT, segment.start, segment.end)
+            yield segment
 
     def _place(self, seq: _Sequence, segment: Segment, state: _State, stop: int) -> None:
         """Put a segment's rows up to `stop` behind those the sequence has."""

@@ -26,7 +26,7 @@ memory types that do not follow it are noticed while learning and kept as whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -429,6 +429,29 @@ def check_cover(n_tokens: int, segments: Sequence[Segment], *, needed: bool) -> 
         before, reach = segment.start, segment.end
     if not before < n_tokens <= reach:
         raise StateRejected(f"segments reach from {before} to {reach}, not to {n_tokens}")
+
+
+def with_stops(n_tokens: int, segments: Iterable[Segment]) -> Iterator[tuple[Segment, int]]:
+    """Yield each segment and the position up to which it is used, as they come.
+
+    The next one is drawn before each is yielded. See `check_cover`.
+
+    Raises:
+        StateRejected: When they do not follow each other or do not cover `n_tokens`.
+    """
+    before: Segment | None = None
+    reach, start = 0, -1
+    for segment in segments:
+        if not start < segment.start <= reach or segment.start >= n_tokens:
+            raise StateRejected(
+                f"segment {segment.start} to {segment.end} does not continue from {reach}"
+            )
+        if before is not None:
+            yield before, segment.start
+        before, start, reach = segment, segment.start, segment.end
+    if before is None or n_tokens > reach:
+        raise StateRejected(f"segments reach to {reach}, not to {n_tokens}")
+    yield before, n_tokens
 
 
 def _check_span(positions: npt.NDArray[np.int32], start: int, end: int, what: str) -> None:

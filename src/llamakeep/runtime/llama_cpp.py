@@ -14,7 +14,7 @@ import ctypes
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from llamakeep.errors import (
     StateError,
     StateRejected,
     blaming,
+    is_of_input,
     whole_number,
 )
 from llamakeep.runtime.base import Family, Runtime, Traits
@@ -43,6 +44,7 @@ from llamakeep.runtime.layout import (
     check_header,
     learn_kv,
     learn_recurrent,
+    with_stops,
 )
 from llamakeep.states import (
     Buffer,
@@ -394,6 +396,9 @@ class LlamaCppRuntime:
         try:
             yield
         except StateError as error:
+            if is_of_input(error):
+                self._clean_up(*seq_ids)
+                raise
             raise RestoreFailed(str(error), cleared_all=self._clean_up(*seq_ids)) from None
         except BaseException:
             self._clean_up(*seq_ids)
@@ -522,7 +527,7 @@ class LlamaCppRuntime:
         self,
         seq_id: int,
         n_tokens: int,
-        segments: Sequence[Segment],
+        segments: Iterable[Segment],
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Make the sequence hold the first `n_tokens` of a prompt. See `Runtime.restore`."""
@@ -531,9 +536,19 @@ class LlamaCppRuntime:
         if not 0 < n_tokens <= self.n_ctx:
             raise StateRejected(f"{n_tokens} tokens do not fit into a context of {self.n_ctx}")
         if self._layout is None:
-            self._restore_whole(seq_id, n_tokens, segments, checkpoint)
+            self._restore_whole(seq_id, n_tokens, list(segments), checkpoint)
             return
-        n_window = self._check_restore(n_tokens, segments, checkpoint)
+        if not self.traits.segments:
+            check_cover(n_tokens, list(segments), needed=False)
+        if isinstance(segments, Sequence):
+            check_cover(n_tokens, segments, needed=self.traits.segments)
+            segments = list(self._checked(segments))
+        else:
+            segments = self._checked(segments)
+        if self.traits.rolling:
+            n_window = self._check_checkpoint(checkpoint, n_tokens)
+        else:
+            n_window = self._known.window_cells(n_tokens)
         with self._all_or_empty(seq_id, self._spare):
             self.clear(seq_id)
             self._place(seq_id, n_tokens, segments)
@@ -541,18 +556,13 @@ class LlamaCppRuntime:
                 self._write(seq_id, checkpoint.data, PARTIAL)
             self._verify(seq_id, n_tokens, n_window)
 
-    def _check_restore(
-        self, n_tokens: int, segments: Sequence[Segment], checkpoint: Checkpoint | None
-    ) -> int:
-        """Check everything that will go down; return the window cells to expect."""
+    def _checked(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        """Yield segments, each checked before."""
         layout = self._known
-        check_cover(n_tokens, segments, needed=self.traits.segments)
         for segment in segments:
             with blaming(segment):
                 layout.check_segment(segment.data, segment.start, segment.end)
-        if not self.traits.rolling:
-            return layout.window_cells(n_tokens)
-        return self._check_checkpoint(checkpoint, n_tokens)
+            yield segment
 
     def _check_checkpoint(self, checkpoint: Checkpoint | None, n_tokens: int) -> int:
         if checkpoint is None:
@@ -562,9 +572,8 @@ class LlamaCppRuntime:
         with blaming(checkpoint):
             return self._known.check_checkpoint(checkpoint.data, n_tokens)
 
-    def _place(self, seq_id: int, n_tokens: int, segments: Sequence[Segment]) -> None:
-        stops = [*(segment.start for segment in segments[1:]), n_tokens]
-        for segment, stop in zip(segments, stops):  # noqa: B905 - no segments, one stop
+    def _place(self, seq_id: int, n_tokens: int, segments: Iterable[Segment]) -> None:
+        for segment, stop in with_stops(n_tokens, segments) if self.traits.segments else ():
             self._write(self._spare, segment.data, WHOLE)
             self._copy(self._spare, seq_id, segment.start, stop)
             self._remove(self._spare)
@@ -795,7 +804,9 @@ class LlamaCppRuntime:
         same("rewound in place")
         if self.traits.segments:
             self._remove(0)
-            self._place(0, 16, read[1:2])
+            self._write(self._spare, read[1].data, WHOLE)
+            self._copy(self._spare, 0, 8, 16)
+            self._remove(self._spare)
             if second is not None:
                 self._write(0, second.data, PARTIAL)
             try:

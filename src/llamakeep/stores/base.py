@@ -1,18 +1,22 @@
-"""What a tier that keeps blobs must do."""
+"""What keeps blobs must do, and what a tier below memory must do besides.
+
+A `Store` keeps immutable blobs under their names, within a budget. A `Tier` is a store that
+outlives the process: other processes write into it too, so it also finds what it has by tokens,
+and decides itself what to drop. A `TreeStore` is what a prefix tree stands on: memory, in which
+the tree decides, over any number of tiers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from llamakeep.states import Buffer
+from llamakeep.states import Block, Buffer, Record
+from llamakeep.tokens import Place
 
 
 class Store(Protocol):
-    """Keeps immutable blobs under their names, within a budget.
-
-    A store decides nothing: what to keep and what to drop is the tree's business.
-    """
+    """Keeps immutable blobs under their names, within a budget."""
 
     tier: str
     """`ram`, `disk` or `shared`: what a reuse from here is called."""
@@ -24,10 +28,20 @@ class Store(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes kept now; never above the limit, at no instant."""
+        """Bytes counted now; never above the limit, at no instant."""
         ...  # pragma: no cover - protocol
 
-    def put(self, name: bytes, n_bytes: int, produce: Callable[[], Buffer]) -> bool:
+    def cost_bytes(self, n_bytes: int, place: Place | None = None) -> int:
+        """Return the bytes that a blob of `n_bytes` counts for here."""
+        ...  # pragma: no cover - protocol
+
+    def put(
+        self,
+        name: bytes,
+        n_bytes: int,
+        produce: Callable[[], Buffer],
+        place: Place | None = None,
+    ) -> bool:
         """Keep the blob that `produce` returns.
 
         The bytes are counted before `produce` is called, and given back when it raises. A name
@@ -37,17 +51,21 @@ class Store(Protocol):
             name: The blob's name.
             n_bytes: The blob's exact size.
             produce: Called at most once, for the blob.
+            place: Where the state belongs in the prefix tree. A tier finds only what it was told
+                the place of, and drops only that by itself.
 
         Returns:
-            Whether the store has the blob now; False when it does not fit.
+            Whether the store has the blob now; False when it does not fit, or when what is below
+            the store failed (which is counted and logged, never raised).
 
         Raises:
+            InvalidValue: For a negative size.
             IntegrityError: When the blob has another size; nothing is kept.
         """
         ...  # pragma: no cover - protocol
 
     def get(self, name: bytes) -> Buffer | None:
-        """Return the blob, not a copy of it, or None. Changes nothing."""
+        """Return the blob, read-only, or None. Changes nothing but recency."""
         ...  # pragma: no cover - protocol
 
     def delete(self, name: bytes) -> bool:
@@ -70,4 +88,109 @@ class Store(Protocol):
         Raises:
             IntegrityError: With the numbers, unless `fix` mends them.
         """
+        ...  # pragma: no cover - protocol
+
+
+class TreeStore(Store, Protocol):
+    """What a prefix tree keeps its blobs in: memory, and whatever is below it.
+
+    `capacity_bytes` and `used_bytes` are those of memory: what to keep there is the tree's
+    business. Below it, tiers look after themselves.
+    """
+
+    @property
+    def below(self) -> Sequence[Tier]:
+        """The tiers below memory, nearest first."""
+        ...  # pragma: no cover - protocol
+
+    def held(self) -> Iterator[bytes]:
+        """Yield the names of what is in memory."""
+        ...  # pragma: no cover - protocol
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a blob is in memory."""
+        ...  # pragma: no cover - protocol
+
+    def put_below(
+        self, name: bytes, n_bytes: int, produce: Callable[[], Buffer], place: Place
+    ) -> str:
+        """Keep a blob that memory has no room for; return in which tier, or nothing."""
+        ...  # pragma: no cover - protocol
+
+    def evict(self, name: bytes) -> None:
+        """Drop a blob from memory; tiers below keep theirs."""
+        ...  # pragma: no cover - protocol
+
+    def supersede(self, old: bytes, new: bytes) -> None:
+        """Drop a tail whose place a longer one took, everywhere."""
+        ...  # pragma: no cover - protocol
+
+    def find_pending(self, blocks: Sequence[Block]) -> list[Record]:
+        """Return what is on its way to a tier, see `Tier.find`."""
+        ...  # pragma: no cover - protocol
+
+    def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Yield each blob, or None for one that is gone, in order. See `Tier.get_many`."""
+        ...  # pragma: no cover - protocol
+
+    def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
+        """Note a path that a prompt of `n_tokens` saved or used, first span first."""
+        ...  # pragma: no cover - protocol
+
+    def take_promoted(self) -> list[tuple[bytes, Buffer]]:
+        """Return what was read from below and may come into memory, and forget it."""
+        ...  # pragma: no cover - protocol
+
+    def admit(self, name: bytes, data: Buffer) -> bool:
+        """Keep in memory what a tier below has too."""
+        ...  # pragma: no cover - protocol
+
+
+class Tier(Store, Protocol):
+    """A store that outlives the process and finds what it has by tokens. From any thread.
+
+    Nothing that goes wrong outside, a full disk or a dead server, is raised: reading is a miss
+    then, writing is refused, and `counters` say how often and why.
+    """
+
+    counters: dict[str, int]
+    """What happened, by kind: `written`, `refused_*`, `rejected_*`, `evicted`, `errors_*`, ..."""
+
+    def find(self, blocks: Sequence[Block]) -> list[Record]:
+        """Return what is kept in these blocks and begins like the prompt.
+
+        Args:
+            blocks: Of one prompt, ascending.
+
+        Returns:
+            Every state in one of the blocks whose span starts with the token that the prompt has
+            there. The cost follows the blocks, not what hangs off them.
+        """
+        ...  # pragma: no cover - protocol
+
+    def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Yield each blob, or None for one that is gone, in order.
+
+        A blob may be overwritten when the next one is asked for, unless it is held meanwhile.
+        """
+        ...  # pragma: no cover - protocol
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Count a use of these states, so that they are dropped later."""
+        ...  # pragma: no cover - protocol
+
+    def supersede(self, old: bytes, new: bytes) -> None:
+        """Drop a tail whose place a longer one took; what hung off the old hangs off the new."""
+        ...  # pragma: no cover - protocol
+
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Remember what the parts of a namespace are, JSON-ready."""
+        ...  # pragma: no cover - protocol
+
+    def namespaces(self) -> dict[bytes, dict[str, Any]]:
+        """Return the descriptions of the namespaces that were introduced."""
+        ...  # pragma: no cover - protocol
+
+    def close(self) -> None:
+        """Let go of files and connections. Calling it again does nothing."""
         ...  # pragma: no cover - protocol

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from blake3 import blake3
 
 from llamakeep.budget import ByteBudget
 from llamakeep.errors import IntegrityError, OverBudget
-from llamakeep.states import Buffer, frozen
+from llamakeep.states import Block, Buffer, Record, frozen
+from llamakeep.stores.base import Tier
+from llamakeep.tokens import Place
 
 
 class MemoryStore:
@@ -52,7 +54,17 @@ class MemoryStore:
         """The most bytes ever kept at once."""
         return self._budget.peak_bytes
 
-    def put(self, name: bytes, n_bytes: int, produce: Callable[[], Buffer]) -> bool:
+    def cost_bytes(self, n_bytes: int, place: Place | None = None) -> int:
+        """Return the bytes that a blob of `n_bytes` counts for: just these."""
+        return n_bytes
+
+    def put(
+        self,
+        name: bytes,
+        n_bytes: int,
+        produce: Callable[[], Buffer],
+        place: Place | None = None,
+    ) -> bool:
         """Keep the blob that `produce` returns. See `Store.put`."""
         if name in self._blobs:
             return True
@@ -114,3 +126,51 @@ class MemoryStore:
             raise IntegrityError(f"{self.used_bytes:,} bytes are counted, {kept:,} are kept")
         self._budget.release(self.used_bytes)
         self._budget.reserve(kept)
+
+    # -- a tree's store with nothing below it --------------------------------------------------
+
+    @property
+    def below(self) -> Sequence[Tier]:
+        """The tiers below memory: none."""
+        return ()
+
+    def held(self) -> Iterator[bytes]:
+        """Yield the names of what is in memory."""
+        return iter(self)
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a blob is in memory."""
+        return name in self._blobs
+
+    def put_below(
+        self, name: bytes, n_bytes: int, produce: Callable[[], Buffer], place: Place
+    ) -> str:
+        """Keep nothing: there is no tier below. See `TreeStore.put_below`."""
+        return ""
+
+    def evict(self, name: bytes) -> None:
+        """Drop a blob."""
+        self.delete(name)
+
+    def supersede(self, old: bytes, new: bytes) -> None:
+        """Drop a tail whose place a longer one took."""
+        self.delete(old)
+
+    def find_pending(self, blocks: Sequence[Block]) -> list[Record]:
+        """Return nothing: nothing is on its way anywhere."""
+        return []
+
+    def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Yield each blob, or None for one that is gone, in order."""
+        return map(self.get, names)
+
+    def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
+        """Do nothing: the tree keeps its own recency."""
+
+    def take_promoted(self) -> list[tuple[bytes, Buffer]]:
+        """Return nothing: nothing comes from below."""
+        return []
+
+    def admit(self, name: bytes, data: Buffer) -> bool:
+        """Keep a blob if there is room."""
+        return self.put(name, data.nbytes, lambda: data)

@@ -1,0 +1,122 @@
+"""What a prefix tree is made of: spans of tokens, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llamakeep.radix import Node
+from llamakeep.states import CheckpointRef, SegmentRef
+from llamakeep.tokens import IntArray
+
+
+class Kept:
+    """A state that can be evicted by itself: a leaf's segment or a checkpoint.
+
+    Attributes:
+        node: The span it belongs to.
+        ref: Its name, position and size.
+        tier: The tier it was last known in: `ram`, or the name of one below.
+        created: When it was kept.
+        last_used: When it was kept or used.
+        sequence: Ascending in the order of keeping.
+        hits: Uses.
+        queued: It stands in the eviction queue, which alone writes this.
+    """
+
+    __slots__ = ("created", "hits", "last_used", "node", "queued", "ref", "sequence", "tier")
+
+    def __init__(
+        self, node: SpanNode, ref: SegmentRef | CheckpointRef, tier: str, now: float, sequence: int
+    ) -> None:
+        self.node = node
+        self.ref = ref
+        self.tier = tier
+        self.created = self.last_used = now
+        self.sequence = sequence
+        self.hits = 0
+        self.queued = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the state."""
+        return self.ref.n_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of it in memory."""
+        return self.ref.n_bytes if self.tier == "ram" else 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a segment's span; the position of a checkpoint."""
+        ref = self.ref
+        return ref.position if isinstance(ref, CheckpointRef) else ref.end - ref.start
+
+
+class SpanNode(Node):
+    """A span of tokens, its segment and the checkpoints inside it.
+
+    Attributes:
+        segment: What the node keeps of its span, and perhaps of some tokens before it, which
+            another writer cut differently. There are no bytes in families without a truncatable
+            part; the root covers nothing.
+        checkpoints: By position, start < position <= end.
+        pins: While above 0, the node and what it holds stay.
+    """
+
+    __slots__ = ("checkpoints", "pins", "segment")
+
+    def __init__(self, tokens: IntArray, start: int = 0) -> None:
+        super().__init__(tokens, start)
+        self.segment: Kept | None = None
+        self.checkpoints: dict[int, Kept] = {}
+        self.pins = 0
+
+    def states(self) -> Iterator[Kept]:
+        """Yield the segment and the checkpoints."""
+        if self.segment is not None:
+            yield self.segment
+        yield from self.checkpoints.values()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(kept.held_bytes for kept in self.states())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its states, wherever they are."""
+        return sum(kept.n_bytes for kept in self.states())
+
+
+@dataclass(slots=True)
+class TreeCounters:
+    """What a tree did since it was made."""
+
+    hits: int = 0
+    misses: int = 0
+    evicted_segments: int = 0
+    evicted_checkpoints: int = 0
+    evicted_bytes: int = 0
+    refused_segments: int = 0
+    refused_checkpoints: int = 0
+    lost_blobs: int = 0
+    discovered: int = 0
+    promoted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """A prompt that the tree knows to its end.
+
+    `path_bytes` are of everything along it, what it shares with others included; `hits` and
+    `last_used` are those of its last span; `tier` is the lowest that a state of it is in.
+    """
+
+    n_tokens: int
+    path_bytes: int
+    checkpoints: tuple[int, ...]
+    hits: int
+    last_used: float
+    tier: str
