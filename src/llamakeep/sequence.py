@@ -211,6 +211,7 @@ class KeptSequence:
         """Bring the sequence to at most `limit` tokens of `prompt`. See `resume`."""
         if scored:
             limit = min(limit, align_down(self.live.n_scores, align))
+        self._tree.settle()
         match = self._tree.match_prefix(prompt, limit=limit, align=align)
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
         if max(n_live, match.n_tokens) < limit and not scored:

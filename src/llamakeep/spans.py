@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamakeep.radix import Node
 from llamakeep.states import CheckpointRef, SegmentRef
-from llamakeep.tokens import IntArray
+from llamakeep.tokens import IntArray, Place
 
 
 class Kept:
@@ -17,6 +17,7 @@ class Kept:
         node: The span it belongs to.
         ref: Its name, position and size.
         tier: The tier it was last known in: `ram`, or the name of one below.
+        place: Where it belongs, for what came from a tier below.
         created: When it was kept.
         last_used: When it was kept or used.
         sequence: Ascending in the order of keeping.
@@ -24,7 +25,17 @@ class Kept:
         queued: It stands in the eviction queue, which alone writes this.
     """
 
-    __slots__ = ("created", "hits", "last_used", "node", "queued", "ref", "sequence", "tier")
+    __slots__ = (
+        "created",
+        "hits",
+        "last_used",
+        "node",
+        "place",
+        "queued",
+        "ref",
+        "sequence",
+        "tier",
+    )
 
     def __init__(
         self, node: SpanNode, ref: SegmentRef | CheckpointRef, tier: str, now: float, sequence: int
@@ -32,6 +43,7 @@ class Kept:
         self.node = node
         self.ref = ref
         self.tier = tier
+        self.place: Place | None = None
         self.created = self.last_used = now
         self.sequence = sequence
         self.hits = 0

@@ -180,7 +180,6 @@ class PrefixTree:
         Returns:
             The match to be had now.
         """
-        self.settle()
         deepest = align_down(tokens.size if limit is None else min(limit, tokens.size), align)
         sources = [
             (tier.find, _MIN_GAIN if tier.tier == "shared" else 1) for tier in self.store.below
@@ -195,7 +194,8 @@ class PrefixTree:
                 for origin in range(first, deepest, self.segment_tokens)
             ]
             found = find(blocks)
-            for record in sorted(found, key=lambda record: (record.start, record.end)):
+            # Spans before the checkpoints that sit in them.
+            for record in sorted(found, key=lambda it: (it.kind == "checkpoint", it.start, it.end)):
                 self._graft(tokens, names, record)
             if found:
                 match = self.match_prefix(tokens, limit=limit, align=align)
@@ -521,20 +521,31 @@ class PrefixTree:
         ):
             return
         within = np.concatenate((tokens[origin : record.start], record.tokens))
-        if state_name(record.kind, names.block(origin), record.start, within) != record.name:
-            return  # its block goes on otherwise before its span starts
         whole = np.concatenate((tokens[: record.start], record.tokens))
+        place = Place(
+            record.kind,
+            self.namespace,
+            names.block(origin),
+            origin,
+            record.start,
+            within,
+            end == origin + self.segment_tokens,
+        )
+        if place.name != record.name:
+            return  # its block goes on otherwise before its span starts
         with self._pinned(self._path(whole)) as path:
             node, at = path.nodes[-1]
             if record.kind == "checkpoint":
-                self._graft_checkpoint(path, whole, names, record)
+                self._graft_checkpoint(path, whole, names, record, place)
             elif self.traits.segments and record.start <= at < end:
                 ref = SegmentRef(record.name, record.start, end, record.n_bytes)
                 self.counters.discovered += 1
                 if self._may_grow(node, at) and record.start <= self._start_of(node):
                     self._outgrow(node, whole[at:end], ref, record.tier)
                 else:
-                    self._hang(path, whole[at:end], ref, record.tier)
+                    node = self._hang(path, whole[at:end], ref, record.tier)
+                if node.segment is not None:
+                    node.segment.place = place
 
     def _outgrow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> None:
         """Let a longer tail that a tier has take the place of a shorter one."""
@@ -548,7 +559,12 @@ class PrefixTree:
         self._pinned_bytes += node.held_bytes - before
 
     def _graft_checkpoint(
-        self, path: Path[SpanNode], tokens: IntArray, names: PathNames, record: Record
+        self,
+        path: Path[SpanNode],
+        tokens: IntArray,
+        names: PathNames,
+        record: Record,
+        place: Place,
     ) -> None:
         position = record.end
         at = path.n_tokens
@@ -563,16 +579,21 @@ class PrefixTree:
         if self.traits.rolling and at >= position and position not in node.checkpoints:
             self.counters.discovered += 1
             ref = CheckpointRef(record.name, position, record.n_bytes)
-            self._put_in(node, position, self._kept(node, ref, record.tier))
+            kept = self._kept(node, ref, record.tier)
+            kept.place = place
+            self._put_in(node, position, kept)
 
     def settle(self) -> None:
         """Take into memory what was read from tiers below since, as far as there is room."""
-        for name, data in self.store.take_promoted():
-            kept = self._cold.get(name)
-            if kept is None or kept.n_bytes != data.nbytes:
-                continue
+        promoted = [(self._cold.get(name), data) for name, data in self.store.take_promoted()]
+        cold = [(kept, data) for kept, data in promoted if kept and kept.n_bytes == data.nbytes]
+        # From the root on, a span before its checkpoints: as they go down to other tiers.
+        for kept, data in sorted(cold, key=lambda item: (item[0].node.start, item[0].n_tokens)):
+            name = kept.ref.name
+            if self._cold.get(name) is not kept:
+                continue  # offered twice, or dropped to make room for another
             with self._pinned_up(kept.node):
-                if self._make_room(kept.n_bytes) and self.store.admit(name, data):
+                if self._make_room(kept.n_bytes) and self.store.admit(name, data, kept.place):
                     kept.tier = "ram"
                     del self._cold[name]
                     self._pinned_bytes += kept.n_bytes

@@ -141,8 +141,8 @@ class TreeStore(Store, Protocol):
         """Return what was read from below and may come into memory, and forget it."""
         ...  # pragma: no cover - protocol
 
-    def admit(self, name: bytes, data: Buffer) -> bool:
-        """Keep in memory what a tier below has too."""
+    def admit(self, name: bytes, data: Buffer, place: Place | None = None) -> bool:
+        """Keep in memory what a tier below has too, and in the tiers nearer than that."""
         ...  # pragma: no cover - protocol
 
 

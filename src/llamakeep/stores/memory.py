@@ -171,6 +171,6 @@ class MemoryStore:
         """Return nothing: nothing comes from below."""
         return []
 
-    def admit(self, name: bytes, data: Buffer) -> bool:
+    def admit(self, name: bytes, data: Buffer, place: Place | None = None) -> bool:
         """Keep a blob if there is room."""
         return self.put(name, data.nbytes, lambda: data)
