@@ -19,6 +19,7 @@ from llamakeep.errors import (
     TokenError,
 )
 from llamakeep.keeper import Keeper, attach
+from llamakeep.modes import Mode, mode
 from llamakeep.states import Reuse
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "KeeperBusy",
     "KeeperClosed",
     "LlamakeepError",
+    "Mode",
     "ModelError",
     "OverBudget",
     "RestoreFailed",
@@ -41,4 +43,5 @@ __all__ = [
     "StoreError",
     "TokenError",
     "attach",
+    "mode",
 ]

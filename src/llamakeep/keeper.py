@@ -14,7 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,14 @@ from llamakeep.errors import (
     KeeperClosed,
     whole_number,
 )
-from llamakeep.fingerprint import Adapter, Namespace, fingerprint_file
+from llamakeep.explain import kept_elsewhere
+from llamakeep.fingerprint import Namespace, read_adapters
+from llamakeep.modelfile import inspect_file
+from llamakeep.modes import Mode, current_mode
 from llamakeep.policy import Policy, get_policy
-from llamakeep.sequence import KeptSequence
+from llamakeep.sequence import FIRST_TIME, KeptSequence
 from llamakeep.states import Reuse
-from llamakeep.stores.memory import MemoryStore
+from llamakeep.tiers import TierSettings
 from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from llamakeep.tree import PrefixTree
 from llamakeep.turns import OpenStream, Turns
@@ -55,6 +58,7 @@ _HOOKED = (
     "reset",
 )
 _HOOKED_IN_CONTEXT = ("kv_cache_clear", "kv_cache_seq_rm")
+_DRAIN_S = 10.0
 FREE_MEMORY_SHARE = 0.25
 """Share of the memory that is free when a keeper is made that it may fill by default."""
 
@@ -84,14 +88,17 @@ class Keeper:
         tree: PrefixTree,
         namespace: Namespace,
         sequence: KeptSequence,
+        cache_dir: Path | None = None,
     ) -> None:
         self.last: Reuse | None = None
         self.on_progress: Callable[[int, int], None] | None = None
         self._llm = weakref.ref(llm)
         self._runtime = runtime
         self._tree = tree
-        self._namespace = namespace
         self._sequence = sequence
+        self._cache_dir = cache_dir
+        self._introduced: set[bytes] = set()
+        self._use_namespace(namespace)
         self._context = llm._ctx
         self._turns = Turns()
         self._prompt_end = 0
@@ -122,7 +129,8 @@ class Keeper:
         context. `hits` and `misses` are requests that did and did not find a state; `evicted_*`
         and `refused_*` are what went and what did not fit, `lost_blobs` what was gone or refused
         on use, `failures` what went wrong and was survived, by kind. `whole_because` says why a
-        model's states are kept whole, or nothing.
+        model's states are kept whole, or nothing. `below` tells of the tiers below memory, and of
+        what is on its way there.
         """
         totals = self._totals
         prompt_tokens = totals["reused_tokens"] + totals["evaluated_tokens"]
@@ -141,6 +149,7 @@ class Keeper:
             "policy": tree.policy.name,
             "failures": dict(self._sequence.failures),
             **asdict(tree.counters),
+            "below": tree.store.stats(),
         }
 
     def entries(self) -> list[dict[str, Any]]:
@@ -157,7 +166,10 @@ class Keeper:
             return [asdict(entry) for entry in self._tree.entries()]
 
     def clear(self) -> None:
-        """Forget every kept state, and what is live in the context.
+        """Forget every kept state, on disk too, and what is live in the context.
+
+        Of what is on disk, that of this model, these settings and this tenant. A shared tier keeps
+        what it has until it expires: others use it.
 
         Raises:
             KeeperBusy: While a stream is open in this thread.
@@ -166,6 +178,27 @@ class Keeper:
         with self._turn(own=True) as llm:
             self._tree.clear()
             self._clear_context(llm)
+            self._tree.store.flush()
+            for tier in self._tree.store.below:
+                for namespace in self._introduced:
+                    tier.forget_namespace(namespace)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything that is kept is in the tiers below memory too.
+
+        Args:
+            timeout: Seconds; None for as long as it takes.
+
+        Returns:
+            Whether they were told of all of it. What a tier refuses, because it is full or out of
+            reach, is counted in `stats()["below"]`.
+
+        Raises:
+            KeeperBusy: While a stream is open in this thread.
+            KeeperClosed: When the keeper is detached or its model closed.
+        """
+        with self._turn(own=True):
+            return self._tree.store.flush(timeout)
 
     def check(self) -> None:
         """Prove that what is counted is what is kept. Costs a visit of every node.
@@ -196,15 +229,25 @@ class Keeper:
         pairs = _adapter_pairs(adapters)
         with self._turn(own=True) as llm:
             loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
-            namespace = _with_adapters(self._namespace, pairs)
+            kept = read_adapters(pairs, cache_dir=self._cache_dir)
+            namespace = replace(self._namespace, adapters=kept)
             self._clear_context(llm)
             self._runtime.set_adapters(loaded)
-            self._namespace, self._sequence.namespace = namespace, namespace.digest
+            self._use_namespace(namespace)
+
+    def _use_namespace(self, namespace: Namespace) -> None:
+        """Keep and find what belongs to `namespace` from now on."""
+        self._namespace, self._sequence.namespace = namespace, namespace.digest
+        if namespace.digest not in self._introduced:
+            self._introduced.add(namespace.digest)
+            for tier in self._tree.store.below:
+                tier.introduce(namespace.digest, namespace.describe())
 
     def detach(self) -> None:
         """Give the `Llama` its own methods back and free what was kept. Again: does nothing.
 
-        The `Llama` stays usable, with what is live in its context.
+        What is on its way to a tier below is written first, for at most ten seconds; what is there
+        stays. The `Llama` stays usable, with what is live in its context.
 
         Raises:
             KeeperBusy: While a stream is open in this thread.
@@ -312,6 +355,7 @@ class Keeper:
         for name in _HOOKED_IN_CONTEXT:
             vars(self._context).pop(name, None)
         self._runtime.close()
+        self._tree.store.close(_DRAIN_S)
         self._tree.clear()
 
     # -- the hooked methods ------------------------------------------------------------------
@@ -367,19 +411,20 @@ class Keeper:
             bound = inspect.signature(type(llm).generate).bind(llm, *args, **kwargs)
             options = dict(bound.arguments)
             del options["self"]
+            mode = current_mode()
             tokens, fresh = options.pop("tokens"), options.pop("reset", True)
             if fresh and self._continues_opaque(llm, tokens):
                 # Where the pictures are, the token buffer holds whatever was there before.
-                return self._run(llm, np.empty(0, np.int32), False, options)
+                return self._run(llm, np.empty(0, np.int32), False, mode, options)
             prompt = as_tokens(tokens, n_vocab=self._runtime.n_vocab)
             if fresh and not prompt.size:
                 raise InvalidValue("an empty prompt has nothing to continue from")
-            return self._run(llm, prompt, fresh, options)
+            return self._run(llm, prompt, fresh, mode, options)
 
         return self._open(start)
 
     def _run(
-        self, llm: Any, prompt: IntArray, fresh: bool, options: dict[str, Any]
+        self, llm: Any, prompt: IntArray, fresh: bool, mode: Mode, options: dict[str, Any]
     ) -> Generator[int, Any, None]:
         n_before = 0 if fresh else llm.n_tokens
         if n_before + prompt.size > self._runtime.n_ctx:
@@ -388,10 +433,10 @@ class Keeper:
             )
         follow, rest = prompt, prompt
         if fresh:
-            rest = prompt[self._resume(llm, prompt) :]
+            rest = prompt[self._resume(llm, prompt, mode) :]
         else:
             self._sync(llm)
-            self._sequence.due = []
+            self._sequence.due, self._sequence.mode = [], mode
             follow = np.concatenate((self._sequence.live.tokens, prompt))
             if self._sequence.live.opaque:
                 self._note(Reuse(0, n_before, "none", "filled by its caller, with more than text"))
@@ -552,15 +597,19 @@ class Keeper:
             and np.array_equal(llm.input_ids[: len(tokens)], tokens)
         )
 
-    def _resume(self, llm: Any, prompt: IntArray) -> int:
+    def _resume(self, llm: Any, prompt: IntArray, mode: Mode) -> int:
         """Bring the context to the deepest reachable prefix of `prompt`; return its length."""
         rolling = self._runtime.traits.rolling and self._in_chat
         reuse = self._sequence.resume(
             prompt,
             user_starts=find_starts(prompt, self._delimiter(llm)) if rolling else (),
             scored=self._need_scores,
+            mode=mode,
         )
         self._tell(llm)
+        if reuse.reason == FIRST_TIME and self._tree.store.below:
+            elsewhere = kept_elsewhere(self._tree.store.below, self._namespace, prompt)
+            reuse = replace(reuse, reason=elsewhere or FIRST_TIME)
         self._note(reuse)
         return reuse.reused_tokens
 
@@ -622,13 +671,6 @@ def _adapter_pairs(adapters: object) -> list[tuple[str | Path, float]]:
     return pairs
 
 
-def _with_adapters(namespace: Namespace, adapters: Sequence[tuple[str | Path, float]]) -> Namespace:
-    return replace(
-        namespace,
-        adapters=tuple(Adapter(fingerprint_file(path), float(scale)) for path, scale in adapters),
-    )
-
-
 def attach(
     llm: Any,
     *,
@@ -639,6 +681,14 @@ def attach(
     ctx_checkpoints: int = 32,
     checkpoint_on_device: bool = False,
     policy: str | Policy = "lru",
+    cache_dir: str | Path | None = None,
+    disk_bytes: int | None = None,
+    redis_url: str | None = None,
+    secret: str | None = None,
+    salt: str | None = None,
+    allow_unauthenticated: bool = False,
+    second_sighting: bool = False,
+    min_tokens: int = 0,
 ) -> Keeper:
     """Keep what a `llama_cpp.Llama` computes, so that no prefix is evaluated twice.
 
@@ -660,13 +710,28 @@ def attach(
             the context instead of copying it to the host. It serves rewinding that conversation
             and is not kept when another one takes its place.
         policy: What goes first when the capacity is reached: `lru`, `oldest` or an object.
+        cache_dir: Directory of the disk tier, where states survive this process; several may use
+            it at once. None for that of `LLAMAKEEP_CACHE_DIR`, or no disk tier.
+        disk_bytes: Limit on the disk tier's bytes; None for that of `LLAMAKEEP_DISK_BYTES`, or a
+            quarter of what is free there.
+        redis_url: Server of a tier that machines share, see `RedisStore`; None for that of
+            `LLAMAKEEP_REDIS_URL`, or no shared tier.
+        secret: Seals every state that leaves this process: one that was made without it is not
+            used. A shared tier needs it. None for that of `LLAMAKEEP_SECRET`. It does not encrypt.
+        salt: Tenants with different salts share nothing. None for that of `LLAMAKEEP_SALT`.
+        allow_unauthenticated: Use a shared tier without a secret: whoever can write to the server
+            can then hand forged states to llama.cpp.
+        second_sighting: States go to disk and the shared tier only when a second prompt has used
+            them.
+        min_tokens: States of shorter prompts do not go there.
 
     Returns:
-        The keeper: `last`, `stats`, `clear`, `set_lora`, `detach`.
+        The keeper: `last`, `stats`, `clear`, `set_lora`, `flush`, `detach`.
 
     Raises:
         InvalidValue: For a value that cannot be meant, with its name. Also when `llm` has a
             keeper already.
+        StoreError: For a directory that cannot be used, with the reason.
         ModelError: For a closed, embedding or encoder model, with the reason.
 
     Changes `llm`'s methods until `detach`. Costs a new context and the evaluation of some forty
@@ -687,39 +752,55 @@ def attach(
     if "generate" in vars(llm):
         raise InvalidValue("this model has a keeper already: detach that first")
     check_gguf(llm.model_path)
-    model = fingerprint_file(llm.model_path)
+    settings = TierSettings.resolve(
+        cache_dir=cache_dir,
+        disk_bytes=disk_bytes,
+        redis_url=redis_url,
+        secret=secret,
+        salt=salt,
+        allow_unauthenticated=allow_unauthenticated,
+        second_sighting=second_sighting,
+        min_tokens=min_tokens,
+    )
     adapters = [(llm.lora_path, llm.lora_scale)] if llm.lora_path else []
-    runtime = LlamaCppRuntime.adopt(llm, segment_tokens=segment_tokens)
-    capacity = default_capacity_bytes() if capacity_bytes is None else capacity_bytes
-    longest = min(segment_tokens, runtime.n_ctx)
-    if runtime.traits.segments and capacity < (needed := runtime.segment_bytes(longest)):
-        runtime.close()
-        raise InvalidValue(
-            f"capacity_bytes={capacity:,} is below one segment of {longest} tokens ({needed:,} "
-            "bytes): raise it, or lower segment_tokens"
+    with ExitStack() as undo:
+        capacity = default_capacity_bytes() if capacity_bytes is None else capacity_bytes
+        store = settings.open(capacity, policy=policy)
+        undo.callback(store.close, 0.0)
+        model = inspect_file(llm.model_path, cache_dir=settings.cache_dir)
+        kept_adapters = read_adapters(adapters, cache_dir=settings.cache_dir)
+        runtime = LlamaCppRuntime.adopt(llm, segment_tokens=segment_tokens)
+        undo.callback(runtime.close)
+        longest = min(segment_tokens, runtime.n_ctx)
+        needed = runtime.segment_bytes(longest) if runtime.traits.segments else 0
+        if capacity < needed and not store.below:
+            raise InvalidValue(
+                f"capacity_bytes={capacity:,} is below one segment of {longest} tokens ({needed:,} "
+                "bytes): raise it, or lower segment_tokens"
+            )
+        namespace = Namespace(
+            model=model.fingerprint,
+            layout=runtime.traits.layout.hex(),
+            segment_tokens=segment_tokens,
+            family=runtime.traits.family.value,
+            rolling=runtime.traits.rolling,
+            context=runtime.context_settings(llm, rope_factors=model.rope_factors),
+            build=runtime.build_facts(),
+            adapters=kept_adapters,
+            salt=settings.salt,
+            model_name=Path(llm.model_path).name,
         )
-    namespace = Namespace(
-        model=model,
-        layout=runtime.traits.layout.hex(),
-        segment_tokens=segment_tokens,
-        context=runtime.context_settings(llm),
-    )
-    namespace = _with_adapters(namespace, adapters)
-    tree = PrefixTree(
-        MemoryStore(capacity),
-        runtime.traits,
-        segment_tokens=segment_tokens,
-        max_checkpoints=ctx_checkpoints,
-        policy=policy,
-    )
-    sequence = KeptSequence(
-        runtime,
-        tree,
-        align=align,
-        min_step=min_step,
-        on_device=checkpoint_on_device,
-        namespace=namespace.digest,
-    )
-    keeper = Keeper(llm, runtime, tree, namespace, sequence)
-    keeper._hook(llm)
+        tree = PrefixTree(
+            store,
+            runtime.traits,
+            segment_tokens=segment_tokens,
+            max_checkpoints=ctx_checkpoints,
+            policy=policy,
+        )
+        sequence = KeptSequence(
+            runtime, tree, align=align, min_step=min_step, on_device=checkpoint_on_device
+        )
+        keeper = Keeper(llm, runtime, tree, namespace, sequence, settings.cache_dir)
+        keeper._hook(llm)
+        undo.pop_all()
     return keeper

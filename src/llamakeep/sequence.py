@@ -21,6 +21,7 @@ from llamakeep.checkpoints import (
     positions_to_take,
 )
 from llamakeep.errors import LlamakeepError, RestoreFailed, StateError, StateLost
+from llamakeep.modes import Mode
 from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
 from llamakeep.tokens import IntArray, align_down, common_prefix
@@ -30,6 +31,8 @@ logger = logging.getLogger("llamakeep")
 
 _ATTEMPTS = 4
 """How often a prompt is matched anew when a state that it matched was gone from its tier."""
+FIRST_TIME = "first time seen"
+"""The reason of a request whose prompt shares nothing with what is known."""
 _LOST = "a stored state was lost"
 
 
@@ -112,6 +115,7 @@ class KeptSequence:
     Attributes:
         live: What the sequence holds.
         due: Positions at which a checkpoint will be taken, ascending.
+        mode: What the request that is served may do, set by `resume`.
         failures: How often a restore, rewind, checkpoint or save failed.
     """
 
@@ -129,6 +133,7 @@ class KeptSequence:
         self.namespace = namespace
         self.live = Live(runtime.n_ctx)
         self.due: list[int] = []
+        self.mode = Mode.ON
         self.failures: dict[str, int] = {}
         self._runtime = runtime
         self._shared_tree = tree
@@ -170,6 +175,7 @@ class KeptSequence:
         *,
         user_starts: Sequence[int] = (),
         scored: bool = False,
+        mode: Mode = Mode.ON,
     ) -> Reuse:
         """Bring the sequence to the deepest reachable prefix of `prompt`, and plan checkpoints.
 
@@ -177,17 +183,22 @@ class KeptSequence:
             prompt: What will be evaluated; the rest of it is for the caller to evaluate.
             user_starts: Positions where a user message starts, ascending.
             scored: Reuse only rows whose logits somebody still has.
+            mode: What the request may reuse and keep.
 
         Returns:
             How far it got, and why no further. Never fails: what cannot be used is a miss.
         """
         begin = time.perf_counter()
+        self.mode, self.due = mode, []
         common = common_prefix(self.live.tokens, prompt)
         limit = deepest_resume(prompt.size, self._align)
-        reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)
-        self._tree.touch(prompt, reached.n_tokens)
-        self.due = []
-        if self._runtime.traits.rolling and self._tree.max_checkpoints:
+        if mode.reads:
+            reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)
+            self._tree.touch(prompt, reached.n_tokens)
+        else:
+            self.clear()
+            reached = Reached(0, "none", self._tree.match_prefix(prompt), f"mode is {mode.value}")
+        if self._runtime.traits.rolling and self._tree.max_checkpoints and mode.writes:
             self.due = positions_to_take(
                 prompt.size,
                 reached.n_tokens,
@@ -244,7 +255,7 @@ class KeptSequence:
         if reached.problem:
             return reached.problem
         if not known:
-            return "first time seen"
+            return FIRST_TIME
         if reached.n_tokens >= limit:
             return f"the end of a prompt is always evaluated, from a multiple of {self._align} on"
         if reached.n_tokens >= align_down(known, self._align):
@@ -429,9 +440,10 @@ class KeptSequence:
         """Keep the rows of the first `n_tokens` that are live; None for all of them.
 
         A family with a rolling part keeps nothing past its last checkpoint, which `note_evaluated`
-        took care of. Never fails: what cannot be kept is counted and logged.
+        took care of. Nor does a request whose mode says so. Never fails: what cannot be kept is
+        counted and logged.
         """
-        if self._runtime.traits.rolling:
+        if self._runtime.traits.rolling or not self.mode.writes:
             return
         end = self.live.n_tokens if n_tokens is None else min(n_tokens, self.live.n_tokens)
         if self._held() < end:

@@ -876,7 +876,7 @@ class PrefixTree:
         """
         for root in self._roots.values():
             check_nodes(root)
-        self.store.check(fix=fix)
+        self.store.memory.check(fix=fix)
         if fix:
             self._mend_bookkeeping()
         names, broken = self._survey()

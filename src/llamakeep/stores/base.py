@@ -99,6 +99,11 @@ class TreeStore(Store, Protocol):
     """
 
     @property
+    def memory(self) -> Store:
+        """What is in memory."""
+        ...  # pragma: no cover - protocol
+
+    @property
     def below(self) -> Sequence[Tier]:
         """The tiers below memory, nearest first."""
         ...  # pragma: no cover - protocol
@@ -145,6 +150,18 @@ class TreeStore(Store, Protocol):
         """Keep in memory what a tier below has too, and in the tiers nearer than that."""
         ...  # pragma: no cover - protocol
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the tiers have what is to go down; return whether all was told to them."""
+        ...  # pragma: no cover - protocol
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is on its way down, and let go of the tiers. Again: does nothing."""
+        ...  # pragma: no cover - protocol
+
+    def stats(self) -> dict[str, Any]:
+        """Return what is below memory and on its way there, JSON-ready; nothing: empty."""
+        ...  # pragma: no cover - protocol
+
 
 class Tier(Store, Protocol):
     """A store that outlives the process and finds what it has by tokens. From any thread.
@@ -189,6 +206,10 @@ class Tier(Store, Protocol):
 
     def namespaces(self) -> dict[bytes, dict[str, Any]]:
         """Return the descriptions of the namespaces that were introduced."""
+        ...  # pragma: no cover - protocol
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Drop all states of a namespace, in a tier of our own; a shared one lets them expire."""
         ...  # pragma: no cover - protocol
 
     def close(self) -> None:

@@ -125,6 +125,11 @@ class FakeTier:
         """Return the descriptions of the namespaces that were introduced."""
         return dict(self._described)
 
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Drop all states of a namespace."""
+        for name in [n for n, place in self._places.items() if place.namespace == namespace]:
+            self.delete(name)
+
     def delete(self, name: bytes) -> bool:
         """Drop the blob; return whether it was there."""
         with self._lock:

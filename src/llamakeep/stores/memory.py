@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from blake3 import blake3
 
@@ -128,6 +129,22 @@ class MemoryStore:
         self._budget.reserve(kept)
 
     # -- a tree's store with nothing below it --------------------------------------------------
+
+    @property
+    def memory(self) -> MemoryStore:
+        """What is in memory: this."""
+        return self
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Do nothing: there is nothing on its way anywhere."""
+        return True
+
+    def close(self, timeout: float | None = None) -> None:
+        """Do nothing: what is here goes with the process."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return nothing: there is nothing below."""
+        return {}
 
     @property
     def below(self) -> Sequence[Tier]:

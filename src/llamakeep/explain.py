@@ -1,0 +1,54 @@
+"""Why a prompt was not served from what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamakeep.fingerprint import Namespace, explain
+from llamakeep.states import Block
+from llamakeep.stores.base import Tier
+from llamakeep.tokens import IntArray, common_prefix, root_name
+
+_MOST_NAMESPACES = 16
+_LEAST_TOKENS = 32
+
+
+def kept_elsewhere(tiers: Sequence[Tier], namespace: Namespace, tokens: IntArray) -> str:
+    """Say under which other settings a tier has the beginning of a prompt, or nothing.
+
+    Looks at the first block of the prompt, in at most 16 other namespaces of the same tenant: what
+    another tenant has is not looked for.
+
+    Args:
+        tiers: Asked in order; the first that knows is believed.
+        namespace: The one that found nothing.
+        tokens: The prompt.
+    """
+    ours = namespace.describe()
+    for tier in tiers:
+        others = [
+            (digest, theirs)
+            for digest, theirs in tier.namespaces().items()
+            if digest != namespace.digest
+            and theirs.get("salt_id") == ours["salt_id"]
+            and theirs.get("salted") == ours["salted"]
+        ]
+        for digest, theirs in others[-_MOST_NAMESPACES:]:
+            if _has_beginning(tier, digest, theirs, tokens):
+                return explain(namespace.differences(theirs))
+    return ""
+
+
+def _has_beginning(
+    tier: Tier, digest: bytes, described: Mapping[str, Any], tokens: IntArray
+) -> bool:
+    block_tokens = described.get("segment_tokens")
+    if not isinstance(block_tokens, int) or block_tokens < 1:
+        return False
+    block = Block(root_name(digest), 0, tokens[:block_tokens])
+    least = min(_LEAST_TOKENS, int(block.tokens.size))
+    return any(
+        record.start == 0 and common_prefix(record.tokens, block.tokens) >= least
+        for record in tier.find([block])
+    )

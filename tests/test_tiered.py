@@ -1,0 +1,440 @@
+"""`TieredStore` and the queue behind it, on tiers that can be stopped and made to fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from llamakeep.errors import InvalidValue
+from llamakeep.states import Block, Buffer
+from llamakeep.stores.behind import Behind
+from llamakeep.stores.fake import FakeTier
+from llamakeep.stores.memory import MemoryStore
+from llamakeep.stores.tiered import TieredStore
+from llamakeep.tokens import PathNames, Place
+
+TOKENS = np.arange(100, 132, dtype=np.int32)
+NAMES = PathNames(b"space", TOKENS, 16)
+PATH = [NAMES.segment(0, 16), NAMES.segment(16, 32)]
+
+
+def name_of(word: str) -> bytes:
+    return blake3(word.encode()).digest()
+
+
+def blob(n_bytes: int, fill: int = 0) -> Buffer:
+    return np.full(n_bytes, fill, np.uint8)
+
+
+def put(store: TieredStore, place: Place, n_bytes: int = 10, fill: int = 1) -> bytes:
+    assert store.put(place.name, n_bytes, lambda: blob(n_bytes, fill), place)
+    return place.name
+
+
+@pytest.fixture
+def disk() -> FakeTier:
+    return FakeTier()
+
+
+@pytest.fixture
+def make(disk: FakeTier) -> Iterator[Any]:
+    """`make(**options)` makes a store over `disk`; all are closed with the test."""
+    made: list[TieredStore] = []
+
+    def begin(*tiers: FakeTier, ram: int = 1000, **options: Any) -> TieredStore:
+        made.append(TieredStore(MemoryStore(ram), *(tiers or (disk,)), **options))
+        return made[-1]
+
+    yield begin
+    for tier in (disk, *(t for store in made for t in store.below)):
+        tier.gate.set()  # type: ignore[attr-defined]
+    for store in made:
+        store.close()
+
+
+# -- going down ----------------------------------------------------------------------------------
+
+
+def test_what_was_seen_goes_down_behind_and_stays_in_memory(make: Any, disk: FakeTier) -> None:
+    store = make()
+    names = [put(store, place) for place in PATH]
+    assert store.flush(5)
+    assert len(disk) == 0  # nothing goes down before the path to it is known
+    store.seen(names, 32, used=False)
+    assert store.flush(5)
+    assert set(disk) == set(names) == set(store)
+    assert all(map(store.holds, names))
+    assert store.counters["written_disk"] == 2
+    store.seen(names, 32, used=True)
+    assert store.flush(5)
+    assert disk.calls["put"] == 2  # once is enough
+    assert disk.hits.keys() == set(names)
+
+
+def test_a_blob_without_a_place_goes_down_at_once(make: Any, disk: FakeTier) -> None:
+    store = make()
+    store.put(name_of("a"), 10, lambda: blob(10))
+    assert store.flush(5)
+    assert name_of("a") in disk
+
+
+def test_a_put_does_not_wait_for_a_slow_tier(make: Any, disk: FakeTier) -> None:
+    store = make()
+    disk.gate.clear()
+    names = [put(store, place) for place in PATH]
+    store.seen(names, 32, used=False)
+    assert store.flush(0) is False
+    assert all(store.get(name) is not None for name in names)
+    disk.gate.set()
+    assert store.flush(5)
+    assert len(disk) == 2
+
+
+def test_the_queue_is_bounded_in_bytes_and_drops_with_a_count(make: Any, disk: FakeTier) -> None:
+    store = make(queue_bytes=15)
+    disk.gate.clear()
+    names = [put(store, place) for place in PATH]
+    store.seen(names, 32, used=False)
+    assert store.stats()["queue_bytes"] == 10
+    assert store.counters["dropped_queue_full"] == 1
+    disk.gate.set()
+    assert store.flush(5)  # what was dropped is sent again, now that there is room
+    assert set(disk) == set(names)
+    assert store.stats()["queue_peak_bytes"] <= 15
+
+
+def test_what_never_fits_into_the_queue_is_not_waited_for(make: Any, disk: FakeTier) -> None:
+    store = make(queue_bytes=5)
+    store.seen([put(store, PATH[0])], 16, used=False)
+    assert store.flush(5) is False
+    assert len(disk) == 0
+
+
+def test_nothing_goes_down_without_what_it_hangs_off(make: Any, disk: FakeTier) -> None:
+    store = make(queue_bytes=25)
+    disk.gate.clear()
+    first = put(store, PATH[0], 30)
+    second = put(store, PATH[1], 10)
+    store.seen([first, second], 32, used=False)
+    disk.gate.set()
+    assert store.flush(5) is False
+    assert len(disk) == 0
+
+
+def test_a_tier_that_failed_gets_what_it_missed_when_it_is_seen_again(
+    make: Any, disk: FakeTier
+) -> None:
+    store = make()
+    disk.failing.add("put")
+    names = [put(store, place) for place in PATH]
+    store.seen(names, 32, used=False)
+    assert store.flush(5)
+    assert store.counters["refused_disk"] == 2
+    disk.failing.clear()
+    store.seen(names, 32, used=True)
+    assert store.flush(5)
+    assert set(disk) == set(names)
+
+
+def test_what_is_evicted_while_it_waits_still_goes_down_and_can_be_read(
+    make: Any, disk: FakeTier
+) -> None:
+    store = make()
+    disk.gate.clear()
+    name = put(store, PATH[0], fill=7)
+    store.seen([name], 16, used=False)
+    store.evict(name)
+    assert store.used_bytes == 0
+    assert next(store.get_many([name])).tolist() == [7] * 10
+    block = Block(NAMES.block(0), 0, TOKENS[:16])
+    assert [record.name for record in store.find_pending([block])] == [name]
+    other = Block(NAMES.block(0), 0, TOKENS[1:17])
+    assert store.find_pending([other]) == []
+    disk.gate.set()
+    assert store.flush(5)
+    assert name in disk
+    assert store.find_pending([block]) == []
+
+
+def test_what_is_evicted_before_it_is_seen_does_not_go_down(make: Any, disk: FakeTier) -> None:
+    store = make()
+    name = put(store, PATH[0])
+    store.evict(name)
+    store.seen([name], 16, used=True)
+    assert store.flush(5)
+    assert name not in disk
+    assert name not in store
+
+
+# -- admission -------------------------------------------------------------------------------------
+
+
+def test_second_sighting_waits_for_a_second_prompt(make: Any, disk: FakeTier) -> None:
+    store = make(second_sighting=True)
+    names = [put(store, place) for place in PATH]
+    store.seen(names, 32, used=False)
+    store.seen(names, 40, used=False)
+    assert store.flush(5)
+    assert len(disk) == 0
+    store.seen(names[:1], 60, used=True)
+    assert store.flush(5)
+    assert set(disk) == set(names[:1])
+    assert store.put_below(name_of("x"), 5, lambda: blob(5), PATH[0]) == ""
+
+
+def test_min_tokens_keeps_short_prompts_up(make: Any, disk: FakeTier) -> None:
+    store = make(min_tokens=32)
+    first = put(store, PATH[0])
+    store.seen([first], 16, used=True)
+    assert store.flush(5)
+    assert len(disk) == 0
+    second = put(store, PATH[1])
+    store.seen([first, second], 32, used=False)
+    assert store.flush(5)
+    assert set(disk) == {first, second}  # with what the longer one hangs off
+
+
+@pytest.mark.parametrize("option", ["queue_bytes", "min_tokens"])
+def test_negative_limits_are_refused(option: str) -> None:
+    with pytest.raises(InvalidValue, match=f"{option} must be 0 or more, not -1"):
+        TieredStore(MemoryStore(10), **{option: -1})
+
+
+# -- tails -----------------------------------------------------------------------------------------
+
+
+def test_a_tail_that_waits_is_not_written_when_a_longer_one_takes_its_place(
+    make: Any, disk: FakeTier
+) -> None:
+    store = make()
+    disk.gate.clear()
+    store.put(name_of("busy"), 1, lambda: blob(1))  # holds the queue up
+    short, longer = NAMES.segment(16, 20), NAMES.segment(16, 30)
+    old = put(store, short)
+    store.seen([old], 20, used=False)
+    new = put(store, longer)
+    store.supersede(old, new)
+    store.seen([new], 30, used=False)
+    disk.gate.set()
+    assert store.flush(5)
+    assert store.counters["cancelled"] == 1
+    assert set(disk) == {name_of("busy"), new}
+    assert not store.holds(old)
+
+
+def test_a_tail_that_was_written_goes_only_when_the_longer_one_is_there(
+    make: Any, disk: FakeTier
+) -> None:
+    store = make()
+    old, new = NAMES.segment(16, 20), NAMES.segment(16, 30)
+    store.seen([put(store, old)], 20, used=False)
+    assert store.flush(5)
+    put(store, new)
+    store.supersede(old.name, new.name)
+    assert store.flush(5)
+    assert set(disk) == {old.name}
+    store.seen([new.name], 30, used=False)
+    assert store.flush(5)
+    assert set(disk) == {new.name}
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_reads_fall_through_to_the_nearest_that_has_it(make: Any) -> None:
+    disk, shared = FakeTier(), FakeTier(tier="shared")
+    store = make(disk, shared)
+    for tier, word, fill in ((disk, "d", 1), (shared, "d", 2), (shared, "s", 3)):
+        tier.put(name_of(word), 4, lambda fill=fill: blob(4, fill))
+    wanted = [name_of(word) for word in ("d", "s", "none", "d")]
+    found = [None if data is None else int(data[0]) for data in store.get_many(wanted)]
+    assert found == [1, 3, None, 1]
+    assert shared.calls["get"] == 2  # not for what the disk has
+
+
+def test_what_came_from_below_is_offered_to_memory(make: Any, disk: FakeTier) -> None:
+    store = make()
+    disk.put(name_of("a"), 4, lambda: blob(4, 9))
+    list(store.get_many([name_of("a")]))
+    assert store.flush(5)
+    [(name, data)] = store.take_promoted()
+    assert (name, data.tolist()) == (name_of("a"), [9] * 4)
+    assert store.take_promoted() == []
+    assert store.admit(name, data)
+    assert store.holds(name)
+    assert store.stats()["queue_bytes"] == 0
+
+
+def test_what_is_too_large_for_memory_is_not_offered(make: Any, disk: FakeTier) -> None:
+    store = make(ram=3)
+    disk.put(name_of("a"), 4, lambda: blob(4))
+    assert next(store.get_many([name_of("a")])) is not None
+    assert store.flush(5)
+    assert store.take_promoted() == []
+
+
+def test_get_takes_into_memory_what_fits_there(make: Any, disk: FakeTier) -> None:
+    store = make(ram=5)
+    for word in "ab":
+        disk.put(name_of(word), 4, lambda: blob(4))
+    assert store.get(name_of("a")) is not None
+    assert store.holds(name_of("a"))
+    assert store.get(name_of("b")) is not None
+    assert not store.holds(name_of("b"))
+
+
+# -- deleting and closing --------------------------------------------------------------------------
+
+
+def test_what_is_deleted_is_gone_at_once_everywhere(make: Any, disk: FakeTier) -> None:
+    store = make()
+    store.put(name_of("a"), 4, lambda: blob(4, 1))
+    assert store.flush(5)
+    disk.gate.clear()
+    store.put(name_of("busy"), 1, lambda: blob(1))
+    assert store.delete(name_of("a"))
+    assert store.get(name_of("a")) is None
+    assert name_of("a") not in store
+    assert name_of("a") not in set(store)
+    assert list(store.get_many([name_of("a")])) == [None]
+    disk.gate.set()
+    assert store.flush(5)
+    assert name_of("a") not in disk
+    assert not store.delete(name_of("a"))
+    store.put(name_of("a"), 4, lambda: blob(4, 2))
+    assert store.flush(5)
+    assert disk.get(name_of("a")) is not None
+
+
+def test_close_writes_what_waits_and_closes_the_tiers(make: Any, disk: FakeTier) -> None:
+    store = make()
+    names = [put(store, place) for place in PATH]
+    store.seen(names, 32, used=False)
+    store.close()
+    assert set(disk) == set(names)
+    assert disk.closed
+    store.close()
+    assert store.put(name_of("late"), 1, lambda: blob(1))  # in memory still
+    assert store.counters["dropped_at_close"] == 0
+
+
+def test_close_gives_up_in_time_and_says_what_was_dropped(
+    make: Any, disk: FakeTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make()
+    disk.gate.clear()
+    for word in "abc":
+        store.put(name_of(word), 4, lambda: blob(4))
+    store.close(timeout=0)
+    assert store.counters["dropped_at_close"] >= 2
+    assert "did not reach the tiers below" in caplog.text
+
+
+def test_what_waits_is_written_when_the_process_ends() -> None:
+    code = """
+import atexit, numpy as np
+atexit.register(lambda: print(len(disk)))
+from llamakeep.stores.fake import FakeTier
+from llamakeep.stores.memory import MemoryStore
+disk = FakeTier()
+from llamakeep.stores.tiered import TieredStore
+store = TieredStore(MemoryStore(1000), disk)
+disk.gate.clear()
+for n in range(5):
+    store.put(bytes([n]) * 32, 8, lambda: np.zeros(8, np.uint8))
+disk.gate.set()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "5", "")
+
+
+def test_stats_say_what_waits_and_what_each_tier_did(make: Any, disk: FakeTier) -> None:
+    store = make()
+    put(store, PATH[0])
+    stats = store.stats()
+    assert stats["tiers"]["disk"]["capacity_bytes"] == disk.capacity_bytes
+    assert {"queue_bytes", "queue_capacity_bytes", "queued", "errors"} <= stats.keys()
+    assert "MemoryStore" in repr(store)
+    assert "FakeTier(disk, 0 blobs)" in repr(store)
+
+
+# -- the queue -------------------------------------------------------------------------------------
+
+
+def test_jobs_run_in_order_and_give_their_bytes_back() -> None:
+    behind, done = Behind(100), []
+    for n in range(20):
+        assert behind.submit(lambda n=n: done.append(n), 5) is not None
+    assert behind.flush(5)
+    assert done == list(range(20))
+    assert behind.budget.used_bytes == 0
+    behind.close()
+    assert behind.submit(lambda: None) is None
+
+
+def test_a_job_that_raises_is_logged_and_the_next_one_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    behind, done = Behind(100), []
+    behind.submit(lambda: 1 / 0, 50)  # type: ignore[arg-type,return-value]
+    assert behind.flush(5)
+    behind.submit(lambda: done.append(1), 100)
+    behind.close()
+    assert done == [1]
+    assert behind.errors == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_job_can_be_taken_back_until_it_begins() -> None:
+    behind, gate, begun = Behind(100), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        gate.wait()
+
+    first = behind.submit(wait, 1)
+    second = behind.submit(lambda: None, 99)
+    assert first is not None
+    assert second is not None
+    begun.wait()
+    assert behind.submit(lambda: None, 1) is None
+    assert not behind.cancel(first)
+    assert behind.cancel(second)
+    assert not behind.cancel(second)
+    assert behind.submit(lambda: None, 99) is not None
+    gate.set()
+    assert behind.flush(5)
+    behind.close()
+    assert behind.budget.used_bytes == 0
+
+
+def test_many_threads_submit_and_flush() -> None:
+    behind, done = Behind(1 << 20), []
+    lock = threading.Lock()
+
+    def add() -> None:
+        with lock:
+            done.append(1)
+
+    def work() -> None:
+        for _ in range(200):
+            behind.submit(add, 3)
+            behind.flush(5)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    behind.close()
+    assert len(done) == 800
+    assert behind.budget.used_bytes == 0
