@@ -221,15 +221,15 @@ class Keeper:
             adapters: Paths and scales; none for the bare model.
 
         Raises:
-            InvalidValue: For a scale that is no finite number.
+            InvalidValue: For a scale that is no finite number, or one file with two scales.
             ModelError: When one cannot be loaded; the adapters before stay in force.
             KeeperBusy: While a stream is open in this thread.
             KeeperClosed: When the keeper is detached or its model closed.
         """
         pairs = _adapter_pairs(adapters)
         with self._turn(own=True) as llm:
-            loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
             kept = read_adapters(pairs, cache_dir=self._cache_dir)
+            loaded = [(self._runtime.load_adapter(path), scale) for path, scale in pairs]
             namespace = replace(self._namespace, adapters=kept)
             self._clear_context(llm)
             self._runtime.set_adapters(loaded)

@@ -14,7 +14,8 @@ import ctypes
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,11 +74,11 @@ _COMPUTED_BY: Final = (
     "yarn_beta_slow",
     "yarn_orig_ctx",
     "attention_type",
+    "ctx_type",
     "flash_attn_type",
     "type_k",
     "type_v",
-    "offload_kqv",
-    "swa_full",
+    "kv_unified",
 )
 
 _generations = itertools.count(1)  # of device checkpoints; never the same twice in a process
@@ -738,9 +739,62 @@ class LlamaCppRuntime:
         return llama_cpp.llama_chat_format.get_chat_completion_handler(chat_format)
 
     @staticmethod
-    def context_settings(llm: Any) -> dict[str, int | float | str | bool]:
-        """Return the settings of a `Llama`'s context that change what is computed."""
-        return {name: getattr(llm.context_params, name) for name in _COMPUTED_BY}
+    def context_settings(llm: Any, *, rope_factors: bool = True) -> dict[str, Any]:
+        """Return the settings of a `Llama` that change what is computed, as they take effect.
+
+        What llama.cpp can be asked about is what it says, so that a default and the same value set
+        by hand are equal, and so are settings without effect here. A default that llama.cpp takes
+        from the model without telling (as `rope_freq_base=0`) stays as it is: at worst a miss.
+
+        Where the work is done counts (layers on the GPU, attention with them or not): other
+        devices have kernels of other precision. How much work is done at a time, or by how many
+        equal devices, does not.
+
+        Args:
+            llm: The model, with its context.
+            rope_factors: The file has rope factors that llama.cpp chooses by the size of the
+                context, see `inspect_file`; True if unknown.
+        """
+        params, model = llm.context_params, llm._model.model
+        settings = {name: getattr(params, name) for name in _COMPUTED_BY if hasattr(params, name)}
+        for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            settings[name] = max(-1.0, settings[name])  # below 0: the model's
+        if settings["rope_scaling_type"] == llama_cpp.LLAMA_ROPE_SCALING_TYPE_NONE:
+            settings["rope_freq_scale"] = 1.0
+        elif not settings["rope_freq_scale"]:
+            trained = llama_cpp.llama_model_rope_freq_scale_train(model)
+            settings["rope_freq_scale"] = float(trained)
+        offloads = bool(llama_cpp.llama_supports_gpu_offload())
+        all_layers = int(llama_cpp.llama_model_n_layer(model)) + 1
+        wanted = int(llm.model_params.n_gpu_layers) if offloads else 0
+        layers = min(wanted, all_layers) if wanted >= 0 else all_layers
+        has_window = int(llama_cpp.llama_model_n_swa(model)) > 0
+        overrides = dict(getattr(llm, "kv_overrides", None) or {})
+        return settings | {
+            "kv_overrides": overrides,
+            "long_rope": rope_factors and _is_long(llm, overrides),
+            "n_gpu_layers": layers,
+            "offload_kqv": bool(params.offload_kqv) and layers > 0,
+            "op_offload": bool(params.op_offload) and offloads,
+            "swa_full": bool(params.swa_full) and has_window,
+        }
+
+    @staticmethod
+    def build_facts() -> dict[str, Any]:
+        """Return what computes: versions of the package, of llama.cpp and its states, backends."""
+        backends = ["CPU"]
+        if llama_cpp.llama_supports_gpu_offload():
+            known = llama_cpp.llama_print_system_info().decode("utf-8", "replace")
+            backends = sorted(set(re.findall(r"(\w+) : ", known)))
+        facts = {
+            "llama_cpp_python": str(llama_cpp.__version__),
+            "state_seq_version": int(llama_cpp.LLAMA_STATE_SEQ_VERSION),
+            "session_version": int(llama_cpp.LLAMA_SESSION_VERSION),
+            "backends": " ".join(backends),
+        }
+        if hasattr(llama_cpp, "llama_version"):  # not in every build
+            facts["llama_cpp"] = llama_cpp.llama_version().decode("utf-8", "replace")
+        return facts
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -853,6 +907,21 @@ def _family(model: Any) -> Family:
     if llama_cpp.llama_model_is_recurrent(model):
         return Family.RECURRENT
     return Family.SWA if window else Family.ATTENTION
+
+
+def _is_long(llm: Any, overrides: Mapping[str, Any]) -> bool | int:
+    """Whether llama.cpp takes the long rope factors: the context exceeds the original one.
+
+    As `llama_model::get_rope_factors` decides it. Where the original size is not known, returns the
+    context's: then contexts of one size are alike.
+    """
+    n_ctx = int(llama_cpp.llama_n_ctx_seq(llm._ctx.ctx))
+    arch = llm.metadata.get("general.architecture", "")
+    for name in ("rope.scaling.original_context_length", "context_length"):
+        original = overrides.get(f"{arch}.{name}", llm.metadata.get(f"{arch}.{name}"))
+        if original is not None:
+            return n_ctx > int(original)
+    return n_ctx
 
 
 def _pointer(data: Buffer) -> Any:
