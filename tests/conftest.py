@@ -21,6 +21,12 @@ from hypothesis import settings
 
 from tests import tiny_models
 from tests.real_models import GEMMA3_INSTALL, SMOLLM2_INSTALL, find_gemma3, find_smollm2
+from tests.redis_servers import (  # noqa: F401 - fixtures
+    redis_cluster,
+    redis_cluster_url,
+    redis_server,
+    redis_url,
+)
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -59,6 +65,14 @@ def shared_cache_dir() -> Path:
     if hasattr(os, "getuid") and (info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode)):
         pytest.exit(f"{path} belongs to someone else; set LLAMAKEEP_TEST_CACHE to a directory")
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes into the cache that the environment names, or sends states to its server."""
+    mine = [name for name in os.environ if name.startswith("LLAMAKEEP_")]
+    for name in set(mine) - {"LLAMAKEEP_TEST_CACHE"}:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

@@ -1225,7 +1225,7 @@ def test_bad_adapters_are_named_and_those_before_stay(
         (None, "given like"),
         ({tiny_lora: float("nan")}, "must be a finite number, not nan"),
         ({tiny_lora: "0.5"}, "must be a finite number, not '0.5'"),
-        ({"missing.gguf": 1.0}, "cannot read the LoRA adapter missing.gguf"),
+        ({"missing.gguf": 1.0}, "cannot read missing.gguf"),
         ({tiny_model("attention"): 1.0}, "is not a LoRA adapter for this model"),
     ):
         with pytest.raises((llamakeep.InvalidValue, ModelError), match=said):

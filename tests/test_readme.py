@@ -14,9 +14,14 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), 
 
 @pytest.mark.model
 def test_snippets_run_one_after_the_other(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smollm2_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     import llama_cpp
+
+    monkeypatch.setenv("HOME", str(tmp_path))
 
     class Model(llama_cpp.Llama):
         def __init__(self, model_path: str, **options: Any) -> None:
@@ -28,12 +33,14 @@ def test_snippets_run_one_after_the_other(
     names: dict[str, Any] = {}
     for snippet in SNIPPETS:
         exec(compile(snippet, "README.md", "exec"), names)
-    first, second, last, share, used = capsys.readouterr().out.strip().splitlines()
+    first, second, last, share, used, tier = capsys.readouterr().out.strip().splitlines()
     assert first == "{'cached_tokens': 0}"
     assert int(re.findall(r"\d+", second)[0]) > 500
     assert last.startswith("Reuse(reused_tokens=")
     assert re.fullmatch(r"\d+% of all prompt tokens were not evaluated", share)
     assert re.fullmatch(r"[\d,]+ of [\d,]+ bytes are in use", used)
+    assert tier == "disk"
+    assert (tmp_path / ".cache" / "llamakeep").is_dir()
     names["keeper"].detach()
     names["llm"].close()
 

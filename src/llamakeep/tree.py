@@ -521,7 +521,10 @@ class PrefixTree:
         ):
             return
         within = np.concatenate((tokens[origin : record.start], record.tokens))
-        whole = np.concatenate((tokens[: record.start], record.tokens))
+        if np.array_equal(record.tokens, tokens[record.start : end]):
+            whole = tokens[:end]
+        else:
+            whole = np.concatenate((tokens[: record.start], record.tokens))
         place = Place(
             record.kind,
             self.namespace,

@@ -527,12 +527,12 @@ class TieredStore:
             "queued": len(self._behind),
             "errors": self._behind.errors,
             **self.counters,
-            "tiers": {
-                tier.tier: {
-                    "used_bytes": tier.used_bytes,
-                    "capacity_bytes": tier.capacity_bytes,
-                    **tier.counters,
-                }
-                for tier in self.below
-            },
+            "tiers": {tier.tier: self._stats_of(tier) for tier in self.below},
         }
+
+    @staticmethod
+    def _stats_of(tier: Tier) -> dict[str, Any]:
+        if tier.tier == "shared":  # what it has is asked over a network: see `RedisStore.stats`
+            return dict(tier.counters)
+        used, capacity = tier.used_bytes, tier.capacity_bytes
+        return {"used_bytes": used, "capacity_bytes": capacity, **tier.counters}
