@@ -32,10 +32,11 @@ from llamakeep.policy import Kept
 from llamakeep.radix import walk
 from llamakeep.runtime.base import Family, Traits
 from llamakeep.runtime.fake import FakeRuntime
+from llamakeep.spans import SpanNode
 from llamakeep.states import Checkpoint, CheckpointRef, Match, Saved, Segment, SegmentRef
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tokens import IntArray, common_prefix
-from llamakeep.tree import PrefixTree, SpanNode
+from llamakeep.tree import PrefixTree
 
 PLAIN = Traits(Family.ATTENTION, segments=True, rolling=False)
 ROLLING = Traits(Family.HYBRID, segments=True, rolling=True)

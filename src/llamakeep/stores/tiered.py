@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ logger = logging.getLogger("llamakeep")
 
 QUEUE_BYTES = 256 << 20
 """Default limit on the bytes that wait to be written."""
+_WORTH_A_THREAD = 1 << 20
+_END: Any = object()
 _MAX_TOUCHED = 65_536
 """Uses that wait to be told to the tiers; more than these are not told."""
 
@@ -100,6 +103,7 @@ class TieredStore:
         self._deleted: Counter[bytes] = Counter()  # deletions on their way down
         self._touched: dict[bytes, None] = {}
         self._touching = False
+        self._reader = ThreadPoolExecutor(1, "llamakeep-read")
         self._ready: list[tuple[bytes, Buffer]] = []
         self._origin: dict[bytes, Tier] = {}  # of what is ready
         self._closed = False
@@ -334,6 +338,7 @@ class TieredStore:
             return
         self._closed = True
         dropped = self._behind.close(timeout)
+        self._reader.shutdown()
         self._count("dropped_at_close", dropped)
         if dropped:
             logger.warning("%d states and notes did not reach the tiers below in time", dropped)
@@ -370,7 +375,7 @@ class TieredStore:
         for name, data in plan:
             if data is None and self.below and name not in self._deleted:
                 wanted.setdefault(self._nearest(name), []).append(name)
-        readers = {tier: iter(tier.get_many(wanted[tier])) for tier in wanted}
+        readers = {tier: self._read_ahead(tier.get_many(wanted[tier])) for tier in wanted}
         source = {name: tier for tier, found in wanted.items() for name in found}
         served: list[tuple[bytes, Tier, int]] = []
         try:
@@ -387,6 +392,20 @@ class TieredStore:
         finally:
             for name, tier, n_bytes in served:
                 self._promote_later(name, tier, n_bytes)
+
+    def _read_ahead(self, blobs: Iterator[Buffer | None]) -> Iterator[Buffer | None]:
+        """Yield blobs; while a large one is used, the next one is read and compared."""
+        data = next(blobs, _END)
+        while data is not _END:
+            ahead = None
+            if data is not None and data.nbytes >= _WORTH_A_THREAD:
+                ahead = self._reader.submit(next, blobs, _END)
+            try:
+                yield data
+            finally:  # nobody may leave while the iterator runs
+                data = ahead.result() if ahead is not None else None
+            if ahead is None:
+                data = next(blobs, _END)
 
     def _in_memory(self, name: bytes) -> Buffer | None:
         data = self.memory.get(name)
