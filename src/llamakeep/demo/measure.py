@@ -1,11 +1,15 @@
 """Measuring: the same requests to two copies of a model, with a keeper and without.
 
 The copy without a keeper is emptied before every request, so it evaluates each prompt whole, and
-its answers are what the others are compared with.
+its answers are what the others are compared with. After a restart, the copy with a keeper is one in
+a second process, which shares nothing but a directory with the first.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,12 +19,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from llamakeep.demo.story import N_DAYS, Message, messages_of, story, write_log
-from llamakeep.errors import LlamakeepError, ModelError
-from llamakeep.keeper import attach
+from llamakeep.demo.answer import Answer, Settings, ask, served
+from llamakeep.demo.story import N_DAYS, Message, Request, messages_of, story, write_log
+from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray, common_prefix
-
-N_CTX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class DemoRow:
         identical: Whether both answers have the same text.
         first_difference: Index of the first answer token that differs; None for none.
         margin: How far apart the logits of the two best tokens were there in the cold run.
+        restarted: Whether a second process answered, with nothing in memory.
     """
 
     title: str
@@ -63,6 +66,7 @@ class DemoRow:
     identical: bool
     first_difference: int | None = None
     margin: float | None = None
+    restarted: bool = False
 
     @property
     def speedup(self) -> float:
@@ -72,7 +76,19 @@ class DemoRow:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo found; sums are over all requests."""
+    """What the demo found; sums are over all requests.
+
+    Attributes:
+        model: The GGUF file.
+        n_threads: Threads of llama.cpp.
+        answer_tokens: Longest answer.
+        rows: The requests.
+        used_bytes: What was kept in memory at the end.
+        capacity_bytes: What could have been.
+        disk_used_bytes: What was kept on disk at the end.
+        write_ms: Milliseconds that was waited, between requests, until all of it was on disk.
+        load_ms: Milliseconds that the second process took to load the model and attach.
+    """
 
     model: str
     n_threads: int
@@ -80,6 +96,9 @@ class DemoResult:
     rows: tuple[DemoRow, ...]
     used_bytes: int
     capacity_bytes: int
+    disk_used_bytes: int = 0
+    write_ms: float = 0.0
+    load_ms: float = 0.0
 
     def total(self, name: str) -> float:
         """Return the sum of a number that every row has."""
@@ -111,6 +130,9 @@ class DemoResult:
             "saved_share": self.saved_share,
             "used_bytes": self.used_bytes,
             "capacity_bytes": self.capacity_bytes,
+            "disk_used_bytes": self.disk_used_bytes,
+            "write_ms": self.write_ms,
+            "load_ms": self.load_ms,
         }
 
 
@@ -119,8 +141,9 @@ class Step:
     """Where a running demo stands.
 
     `index` counts from 1. `phase` is `cold` or `warm` while a prompt is evaluated, `answer` while
-    text is generated and `done` when a request is finished. `rows` are the finished requests;
-    tokens count the part of the current prompt that is evaluated now.
+    text is generated, `write` while the rest of what was kept goes to disk, `restart` while a
+    second process loads the model and answers, and `done` when a request is finished. `rows` are
+    the finished requests; tokens count the part of the current prompt that is evaluated now.
     """
 
     index: int
@@ -135,16 +158,6 @@ class Step:
 OnStep: TypeAlias = Callable[[Step], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One answer. `tokens` are all in the context afterwards: prompt and answer but its last."""
-
-    text: str
-    first_ms: float
-    total_ms: float
-    tokens: IntArray
-
-
 Report: TypeAlias = Callable[[str, int, int], None]
 """Takes a phase, tokens done and tokens to do."""
 
@@ -153,44 +166,33 @@ class _Pair:
     """The two copies of the model.
 
     Args:
-        model: A GGUF file.
-        n_threads: For each; they never run at the same time.
-        max_tokens: Longest answer.
+        settings: For both.
         stack: Closes them.
     """
 
-    def __init__(self, model: Path, n_threads: int, max_tokens: int, stack: ExitStack) -> None:
-        from llamakeep.runtime.llama_cpp import load_llama
-
-        options = {"n_ctx": N_CTX, "n_threads": n_threads, "n_threads_batch": n_threads}
-        self._cold, self._warm = (
-            stack.enter_context(closing(load_llama(model, **options))) for _ in range(2)
-        )
-        self.keeper = stack.enter_context(attach(self._warm))
-        self._max_tokens = max_tokens
+    def __init__(self, settings: Settings, stack: ExitStack) -> None:
+        self._settings = settings
+        self._cold, self._warm = (stack.enter_context(closing(settings.load())) for _ in range(2))
+        self.keeper = stack.enter_context(settings.attach(self._warm))
+        self.write_ms = self.load_ms = 0.0
         # Other families cannot be cut in the middle of what they hold.
         self._can_cut = self.keeper.stats()["family"] in ("attention", "swa")
         self._prompts: list[IntArray] = []
         self._plain = np.empty(0, np.int32)
         self._cold.eval(self._cold.tokenize(b"Neither of the two shall pay for going first."))
 
-    def ask(self, title: str, messages: list[Message], report: Report) -> DemoRow:
+    def ask(self, request: Request, messages: list[Message], report: Report) -> DemoRow:
         """Put one request to both and compare."""
-        report("cold", 0, 0)
-        self._cold.reset()
-        with _watched(self._cold, report):
-            cold = self._answer(self._cold, messages, report)
-        report("warm", 0, 0)
-        self.keeper.on_progress = lambda done, total: report("warm", done, total)
-        warm = self._answer(self._warm, messages, report)
-        reuse = self.keeper.last
-        if reuse is None:
-            raise LlamakeepError("the keeper did not see the request")
+        cold = self._ask_cold(messages, report)
+        ask_kept = self._ask_restarted if request.restarted else self._ask_warm
+        warm, reuse = ask_kept(messages, report)
         n_prompt = reuse.reused_tokens + reuse.evaluated_tokens
         prompt = cold.tokens[:n_prompt]
+        if request.restarted:
+            self._plain = np.empty(0, np.int32)
         prefilled = max((common_prefix(prompt, known) for known in self._prompts), default=0)
         row = DemoRow(
-            title=title,
+            title=request.title,
             prompt_tokens=n_prompt,
             reused_tokens=reuse.reused_tokens,
             evaluated_tokens=reuse.evaluated_tokens,
@@ -204,6 +206,7 @@ class _Pair:
             warm_ms=warm.total_ms,
             answer=warm.text,
             identical=cold.text == warm.text,
+            restarted=request.restarted,
         )
         self._prompts.append(prompt)
         self._plain = cold.tokens
@@ -213,24 +216,32 @@ class _Pair:
         margin = self._margin(cold.tokens[:different], n_prompt)
         return replace(row, first_difference=different - n_prompt, margin=margin)
 
-    def _answer(self, llm: Any, messages: list[Message], report: Report) -> _Answer:
+    def _ask_cold(self, messages: list[Message], report: Report) -> Answer:
+        report("cold", 0, 0)
+        self._cold.reset()
+        with _watched(self._cold, report):
+            return self._answer(self._cold, messages, report)
+
+    def _ask_warm(self, messages: list[Message], report: Report) -> tuple[Answer, Reuse]:
+        report("warm", 0, 0)
+        self.keeper.on_progress = lambda done, total: report("warm", done, total)
+        answer, reuse = self._answer(self._warm, messages, report), served(self.keeper)
+        report("write", 0, 0)
         begin = time.perf_counter()
-        first_ms, texts = 0.0, []
-        try:
-            for chunk in llm.create_chat_completion(
-                messages=messages, max_tokens=self._max_tokens, temperature=0.0, stream=True
-            ):
-                if not first_ms:
-                    first_ms = (time.perf_counter() - begin) * 1e3
-                    report("answer", 0, 0)
-                texts.append(chunk["choices"][0]["delta"].get("content") or "")
-        except LlamakeepError:
-            raise
-        except Exception as error:  # a template or a tokenizer that the chats do not suit
-            raise ModelError(f"{llm.model_path} cannot take the demo's chats: {error}") from error
-        total_ms = (time.perf_counter() - begin) * 1e3
-        tokens = llm.input_ids[: llm.n_tokens].astype(np.int32)
-        return _Answer("".join(texts), first_ms, total_ms, tokens)
+        self.keeper.flush()  # or it would be written at the expense of the next cold answer
+        self.write_ms += (time.perf_counter() - begin) * 1e3
+        return answer, reuse
+
+    def _ask_restarted(self, messages: list[Message], report: Report) -> tuple[Answer, Reuse]:
+        from llamakeep.demo.restart import ask_second_process
+
+        report("restart", 0, 0)
+        restarted = ask_second_process(self._settings, messages)
+        self.load_ms = restarted.load_ms
+        return restarted.answer, restarted.reuse
+
+    def _answer(self, llm: Any, messages: list[Message], report: Report) -> Answer:
+        return ask(llm, messages, self._settings.max_tokens, lambda: report("answer", 0, 0))
 
     def _plain_reuse(self, prompt: IntArray) -> int:
         """Return what `Llama.generate` would reuse of the request before, by its own rule."""
@@ -267,24 +278,35 @@ def _watched(llm: Any, report: Report) -> Iterator[None]:
         del llm.eval
 
 
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory of our own that is gone afterwards."""
+    # A virus scanner that has one of its files open must not cost the user what was measured.
+    with tempfile.TemporaryDirectory(prefix="llamakeep-demo-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
 def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None) -> DemoResult:
     """Put the demo's requests to a model without a keeper and with one.
 
     Args:
-        model: A GGUF file, loaded twice with the same settings.
+        model: A GGUF file, loaded twice with the same settings, and once more in a second process.
         quick: Use a short log and short answers.
         on_step: Called when a request starts, after each evaluated batch, at the first token of
-            each answer and when a request is done.
+            each answer, before what was kept is written, before the second process starts and when
+            a request is done.
 
     Raises:
         ModelError: For a file that cannot be loaded, or a model that cannot hold the chats.
+        StoreError: When nothing can be kept in the system's temporary directory.
+        LlamakeepError: When the second process fails, with the last thing that it said.
 
-    Costs about a minute on two cores with the default model, and two contexts of 4,096 tokens.
+    Costs about a minute on two cores with the default model, and three contexts of 4,096 tokens.
+    What is kept on disk is in a temporary directory, which is removed whatever happens.
     """
     from llamakeep.runtime.llama_cpp import usable_cores
 
     n_days, max_tokens = (4, 8) if quick else (N_DAYS, 32)
-    n_threads = usable_cores()
     log, requests = write_log(n_days), story()
     rows: list[DemoRow] = []
 
@@ -296,18 +318,29 @@ def run_demo(model: Path, *, quick: bool = False, on_step: OnStep | None = None)
         return report
 
     with ExitStack() as stack:
-        pair = _Pair(model, n_threads, max_tokens, stack)
+        scratch = stack.enter_context(_scratch())
+        settings = Settings(
+            model=os.path.abspath(model),
+            n_threads=usable_cores(),
+            max_tokens=max_tokens,
+            cache_dir=str(scratch / "cache"),
+            disk_bytes=shutil.disk_usage(scratch).free // 4,
+        )
+        pair = _Pair(settings, stack)
         for index, request in enumerate(requests, 1):
             report = reporter(index, request.title)
             messages = messages_of(request, log, rows[0].answer if rows else "")
-            rows.append(pair.ask(request.title, messages, report))
+            rows.append(pair.ask(request, messages, report))
             report("done", 0, 0)
         stats = pair.keeper.stats()
-    return DemoResult(
-        model=str(model),
-        n_threads=n_threads,
-        answer_tokens=max_tokens,
-        rows=tuple(rows),
-        used_bytes=stats["used_bytes"],
-        capacity_bytes=stats["capacity_bytes"],
-    )
+        return DemoResult(
+            model=str(model),
+            n_threads=settings.n_threads,
+            answer_tokens=max_tokens,
+            rows=tuple(rows),
+            used_bytes=stats["used_bytes"],
+            capacity_bytes=stats["capacity_bytes"],
+            disk_used_bytes=stats["below"]["tiers"]["disk"]["used_bytes"],
+            write_ms=pair.write_ms,
+            load_ms=pair.load_ms,
+        )

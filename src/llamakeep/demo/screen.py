@@ -21,23 +21,27 @@ from llamakeep.errors import ModelError
 
 _INTRODUCTION = """\
 The same requests to two copies of {name}: one without llamakeep,
-emptied before each request, and one with it. This takes {duration}.
+emptied before each request, and one with it. The last request goes to
+a second process, which has only what is on disk. This takes {duration}.
 """
 
 _NEXT_STEP = """
 Now with a model of your own, in Python:
 
     llm = llama_cpp.Llama("model.gguf", n_ctx=4096)
-    keeper = llamakeep.attach(llm)
+    keeper = llamakeep.attach(llm, cache_dir="~/.cache/llamakeep")
     llm.create_chat_completion(messages)  # as before
 
-keeper.last says what each request reused, keeper.stats() what all of them did.
+keeper.last says what each request reused, keeper.stats() what all of them did,
+and `llamakeep ls --cache-dir ~/.cache/llamakeep` what is on disk.
 """
 
 _PHASES = {
     "cold": "without llamakeep",
     "warm": "with llamakeep",
     "answer": "answering",
+    "write": "writing to disk",
+    "restart": "loading and answering in a second process",
     "done": "done",
 }
 
@@ -93,6 +97,19 @@ def _line(number: int, row: DemoRow) -> str:
     )
 
 
+def _restart(row: DemoRow, load_ms: float) -> str:
+    if row.tier != "disk":
+        return (
+            f"After a restart, a second process evaluated {row.evaluated_tokens:,} of "
+            f"{row.prompt_tokens:,} tokens, and had none from disk: {row.reason}."
+        )
+    return (
+        f"After a restart, a second process read {row.reused_tokens:,} of {row.prompt_tokens:,} "
+        f"tokens from disk; its first token came {_duration(row.warm_first_ms)} after the question "
+        f"(the model took {_duration(load_ms)} to load)."
+    )
+
+
 def summary(result: DemoResult) -> list[str]:
     """Return what the demo found, in sentences."""
     cold, warm = result.total("cold_first_ms"), result.total("warm_first_ms")
@@ -104,8 +121,11 @@ def summary(result: DemoResult) -> list[str]:
         f"First tokens: {_duration(cold)} without, {_duration(warm)} with ({cold / warm:.1f}x); "
         f"whole requests, saving included: {_duration(result.total('cold_ms'))} without, "
         f"{_duration(result.total('warm_ms'))} with.",
-        f"Kept: {_mib(result.used_bytes)} of {_mib(result.capacity_bytes)} in memory.",
+        f"Kept: {_mib(result.used_bytes)} of {_mib(result.capacity_bytes)} in memory, and "
+        f"{_mib(result.disk_used_bytes)} on disk. Waiting until all of it was there took "
+        f"{_duration(result.write_ms)} more.",
     ]
+    lines += [_restart(row, result.load_ms) for row in result.rows if row.restarted]
     different = [row for row in result.rows if not row.identical]
     if not different:
         lines.append("Answers: all are what the model says without llamakeep, word for word.")

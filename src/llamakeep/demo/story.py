@@ -61,6 +61,7 @@ _FIRST_QUESTION = "What did the supply boat bring, and on which day?"
 _SECOND_QUESTION = "Who came to the lighthouse, and why did they come?"
 _EDITED_QUESTION = "Who came to the lighthouse, and who of them stayed the night?"
 _THIRD_QUESTION = "What was broken by the storm, and when was it repaired?"
+_FOURTH_QUESTION = "Which animals were seen, and on which days?"
 _FOLLOW_UP = "What else happened in the days after that?"
 _OTHER_QUESTION = "Why do lighthouses use a Fresnel lens?"
 _OTHER_QUESTION_2 = "How does a barometer warn of a storm?"
@@ -90,6 +91,8 @@ class Request:
     about_log: bool = True
     goes_on: bool = False
     """The first request and its answer come before the question."""
+    restarted: bool = False
+    """A second process is asked, with nothing in memory."""
 
 
 def story() -> tuple[Request, ...]:
@@ -103,6 +106,7 @@ def story() -> tuple[Request, ...]:
         Request("the other one again", _OTHER_QUESTION_2, about_log=False),
         Request("request 1, repeated", _FIRST_QUESTION),
         Request("request 1, continued", _FOLLOW_UP, goes_on=True),
+        Request("after a restart", _FOURTH_QUESTION, restarted=True),
     )
 
 
