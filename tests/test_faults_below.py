@@ -1,0 +1,279 @@
+"""Real disks and servers that go wrong under a real model: the next answer is right every time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llamakeep
+from tests.redis_servers import Cluster, Server, need_redis_server
+
+pytestmark = pytest.mark.model
+
+COMMON = "The bridge over the river was older than the town that had grown on both its banks. " * 9
+PROMPTS = [COMMON + "One.", COMMON + "Two, and a little more.", "Quite another text. " * 20]
+
+
+class Asked:
+    """A model that is asked the same prompts cold and with keepers."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.expected = [self.answer(prompt) for prompt in PROMPTS]
+
+    def answer(self, prompt: str) -> str:
+        self.llm.reset()
+        text: str = self.llm(prompt, max_tokens=10, temperature=0)["choices"][0]["text"]
+        return text
+
+    def with_keeper(
+        self, during: Callable[[int, llamakeep.Keeper], None] | None = None, **attach: Any
+    ) -> tuple[list[llamakeep.Reuse], dict[str, Any]]:
+        """Ask everything of a fresh keeper, compare with the cold answers, and let it go."""
+        served = []
+        with llamakeep.attach(self.llm, **attach) as keeper:
+            for index, prompt in enumerate(PROMPTS):
+                if during is not None:
+                    during(index, keeper)
+                assert self.answer(prompt) == self.expected[index]
+                assert keeper.last is not None
+                served.append(keeper.last)
+                keeper.check()
+            keeper.flush(30)
+            stats = keeper.stats()
+        return served, stats
+
+
+@pytest.fixture(params=["attention", "hybrid"])
+def asked(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> Asked:
+    return Asked(tiny_llama(request.param))
+
+
+# -- disk ------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(where * (len(data) - 1))] ^= 0x20
+    path.write_bytes(bytes(data))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def newer(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[8] = 99
+    path.write_bytes(bytes(data))
+
+
+def link_away(path: Path) -> None:
+    elsewhere = path.parent.parent.parent.parent / f"outside-{path.name}"
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+ON_FILES: dict[str, Callable[[Path], None]] = {
+    "header flipped": lambda path: flip(path, 0.0001),
+    "payload flipped": lambda path: flip(path, 0.6),
+    "last byte flipped": lambda path: flip(path, 1.0),
+    "truncated": truncate,
+    "empty": lambda path: os.truncate(path, 0),
+    "foreign": lambda path: path.write_bytes(b"GGUF, or a pickle, or anything" * 99) and None,
+    "newer version": newer,
+    "a symlink": link_away,
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("fault", ON_FILES)
+def test_fault_5_44_46_damaged_files_are_misses(asked: Asked, fault: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    asked.with_keeper(cache_dir=cache)
+    for path in sorted(cache.glob("blobs/*/*")):
+        ON_FILES[fault](path)
+    served, stats = asked.with_keeper(cache_dir=cache)
+    assert all(reuse.tier != "disk" for reuse in served)
+    disk = stats["below"]["tiers"]["disk"]
+    assert sum(n for key, n in disk.items() if key.startswith(("rejected", "lost"))) > 0
+    if fault not in ("newer version", "a symlink"):  # what took their place serves again
+        served, _ = asked.with_keeper(cache_dir=cache)
+        assert served[0].tier == "disk"
+
+
+def test_files_under_each_others_names_are_misses(asked: Asked, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    asked.with_keeper(cache_dir=cache)
+    paths = sorted(cache.glob("blobs/*/*"))
+    contents = [path.read_bytes() for path in paths]
+    for path, data in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(data)
+    served, _ = asked.with_keeper(cache_dir=cache)
+    assert all(reuse.tier != "disk" for reuse in served)
+
+
+def test_the_index_can_be_lost(asked: Asked, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    asked.with_keeper(cache_dir=cache)
+    for path in cache.glob("index*"):
+        path.unlink()
+    served, _ = asked.with_keeper(cache_dir=cache)
+    assert served[0].tier == "disk"  # made again from the files
+
+
+def test_the_directory_can_go_while_it_is_used(asked: Asked, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    asked.with_keeper(cache_dir=cache)
+
+    def remove(index: int, _: llamakeep.Keeper) -> None:
+        if index == 1:
+            shutil.rmtree(cache)
+
+    asked.with_keeper(remove, cache_dir=cache)
+    asked.with_keeper(cache_dir=cache)
+    served, _ = asked.with_keeper(cache_dir=cache)
+    assert served[0].tier == "disk"
+
+
+def test_fault_48_a_disk_that_is_full_costs_nothing_but_reuse(asked: Asked, tmp_path: Path) -> None:
+    _, stats = asked.with_keeper(cache_dir=tmp_path / "cache", disk_bytes=9_000)
+    disk = stats["below"]["tiers"]["disk"]
+    assert disk["used_bytes"] <= 9_000
+    assert sum(n for key, n in disk.items() if key.startswith("refused")) > 0
+    asked.with_keeper(cache_dir=tmp_path / "cache", disk_bytes=9_000)
+
+
+def test_another_secret_is_a_miss_and_leaves_the_files_alone(asked: Asked, tmp_path: Path) -> None:
+    attach = {"cache_dir": tmp_path / "cache", "secret": "one"}
+    asked.with_keeper(**attach)
+    served, _ = asked.with_keeper(**attach | {"secret": "two"})
+    assert all(reuse.tier != "disk" for reuse in served)
+    served, _ = asked.with_keeper(**attach | {"secret": ""})
+    assert all(reuse.tier != "disk" for reuse in served)
+    served, _ = asked.with_keeper(**attach)
+    assert served[0].tier == "disk"
+
+
+# -- shared ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    need_redis_server()
+    running = Server()
+    yield running
+    running.close()
+
+
+def shared(server: Server, **options: Any) -> dict[str, Any]:
+    return {"redis_url": server.url, "secret": "of the test"} | options
+
+
+def test_a_second_machine_answers_from_the_shared_tier(asked: Asked, server: Server) -> None:
+    asked.with_keeper(**shared(server))
+    served, _ = asked.with_keeper(**shared(server))
+    assert [reuse.tier for reuse in served] == ["shared"] * 3 or served[0].tier == "shared"
+    assert served[0].reused_tokens > 100
+
+
+def test_a_server_that_dies_and_comes_back_empty(asked: Asked, server: Server) -> None:
+    asked.with_keeper(**shared(server))
+
+    def trouble(index: int, _: llamakeep.Keeper) -> None:
+        if index == 1:
+            server.stop()
+        elif index == 2:
+            server.start()
+
+    asked.with_keeper(trouble, **shared(server))
+    served, _ = asked.with_keeper(**shared(server))
+    assert served[0].reused_tokens >= 0
+
+
+def test_a_server_that_hangs(asked: Asked, server: Server) -> None:
+    asked.with_keeper(**shared(server))
+
+    def hang(index: int, _: llamakeep.Keeper) -> None:
+        if index == 0:
+            server.pause()
+
+    try:
+        served, stats = asked.with_keeper(hang, **shared(server))
+    finally:
+        server.resume()
+    assert served[0].reused_tokens == 0
+    assert stats["below"]["tiers"]["shared"]["breaker_opened"] >= 1
+
+
+def test_a_server_that_is_full(asked: Asked, server: Server) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 20_000)
+        client.config_set("maxmemory-policy", "noeviction")
+    asked.with_keeper(**shared(server))
+    asked.with_keeper(**shared(server))
+
+
+def test_a_wrong_password(asked: Asked, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with server.client() as client:
+        client.config_set("requirepass", "right")
+    url = server.url.replace("://", "://:wrong-password@")
+    served, _ = asked.with_keeper(redis_url=url, secret="of the test")
+    assert all(reuse.tier != "shared" for reuse in served)
+    assert "wrong-password" not in caplog.text
+
+
+@pytest.mark.parametrize("where", [0.01, 0.3, 0.999])
+def test_tampered_values_are_misses(asked: Asked, server: Server, where: float) -> None:
+    asked.with_keeper(**shared(server))
+    with server.client() as client:
+        n_changed = 0
+        for key in client.scan_iter():
+            if client.type(key) == b"string" and client.strlen(key) > 1000:
+                value = bytearray(client.get(key))
+                value[int(where * len(value))] ^= 1
+                client.set(key, bytes(value), keepttl=True)
+                n_changed += 1
+    assert n_changed
+    served, _ = asked.with_keeper(**shared(server))
+    assert all(reuse.tier != "shared" for reuse in served)
+
+
+def test_a_wrong_secret_is_a_miss(asked: Asked, server: Server) -> None:
+    asked.with_keeper(**shared(server))
+    served, _ = asked.with_keeper(**shared(server, secret="another"))
+    assert all(reuse.tier != "shared" for reuse in served)
+    served, _ = asked.with_keeper(**shared(server))
+    assert served[0].tier == "shared"
+
+
+def test_disk_and_server_and_each_alone(asked: Asked, server: Server, tmp_path: Path) -> None:
+    both = shared(server, cache_dir=tmp_path / "one")
+    asked.with_keeper(**both)
+    served, _ = asked.with_keeper(**shared(server, cache_dir=tmp_path / "two"))
+    assert served[0].tier == "shared"
+    server.stop()
+    served, _ = asked.with_keeper(**shared(server, cache_dir=tmp_path / "two"))
+    assert served[0].tier == "disk"  # what came from the server went to disk, too
+    server.start()
+
+
+def test_a_cluster_of_three(tiny_llama: Callable[..., Any]) -> None:
+    need_redis_server()
+    asked = Asked(tiny_llama("attention"))
+    cluster = Cluster()
+    try:
+        attach = {"redis_url": cluster.url, "secret": "of the test"}
+        asked.with_keeper(**attach)
+        served, _ = asked.with_keeper(**attach)
+        assert served[0].tier == "shared"
+        assert served[0].reused_tokens > 100
+        cluster.nodes[1].stop()
+        asked.with_keeper(**attach)
+    finally:
+        cluster.close()
