@@ -1,0 +1,71 @@
+"""What the namespaces are whose states a Redis server keeps, for people to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from llamakeep.stores.redis_index import MAX_LISTED
+from llamakeep.stores.redis_keys import RedisKeys
+
+if TYPE_CHECKING:
+    from llamakeep.stores.redis_link import RedisLink
+
+_MAX_DESCRIPTION_BYTES = 1 << 16
+
+
+class RedisNamespaces:
+    """Descriptions of namespaces. Nothing seals them, and nothing depends on them.
+
+    From any thread; all of it raises `Unreachable`.
+
+    Args:
+        link: To the server.
+        keys: Of the prefix.
+        count: Called with the kind of each thing that happened, for counters.
+        ttl_ms: How long they live, all together, after the last one was written; using a state
+            lets them live on too.
+    """
+
+    def __init__(
+        self, link: RedisLink, keys: RedisKeys, count: Callable[[str], None], *, ttl_ms: int
+    ) -> None:
+        self._link = link
+        self._key = keys.namespaces
+        self._count = count
+        self._ttl_ms = ttl_ms
+
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Write one. One that is too long for `read` is refused."""
+        text = json.dumps(dict(description), sort_keys=True).encode()
+        if len(text) > _MAX_DESCRIPTION_BYTES:
+            self._count("refused_description")
+            return
+        self._link.run(
+            [("HSET", self._key, namespace, text), ("PEXPIRE", self._key, self._ttl_ms)],
+            patient=True,
+        )
+
+    def read(self) -> dict[bytes, dict[str, Any]]:
+        """Return them; at most 1,024, of 64 KiB each, whatever is there."""
+        (reply,) = self._link.run([("HRANDFIELD", self._key, MAX_LISTED)], patient=True)
+        names = [self._link.text(name) for name in self._link.rows(reply)]
+        sizes = self._link.run([("HSTRLEN", self._key, name) for name in names], patient=True)
+        names = [
+            name
+            for name, size in zip(names, sizes, strict=True)
+            if self._link.whole(size) <= _MAX_DESCRIPTION_BYTES
+        ]
+        texts = self._link.run([("HGET", self._key, name) for name in names], patient=True)
+        found: dict[bytes, dict[str, Any]] = {}
+        for name, text in zip(names, texts, strict=True):
+            try:
+                description = json.loads(text)
+            except (TypeError, ValueError, RecursionError):
+                description = None
+            if isinstance(description, dict):
+                found[name] = description
+            else:
+                self._count("rejected_description")
+        return found
