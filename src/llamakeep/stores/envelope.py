@@ -8,11 +8,12 @@
     12   header bytes, seal included (u32)     136  start of the span (u64)
     16   payload bytes (u64)                   144  the block's tokens up to the end (i32 each)
     24   name (32 bytes)                       ...  seal (32 bytes)
-    56   kind (u8), closes (u8), zero (u16)    then the payload
+    56   kind (u8), closes (u8), key (u16)     then the payload
     60   number of tokens (u32)
 
-The seal is BLAKE3 over the header before it and the payload, keyed when there is a secret. All
-numbers are little-endian. A blob without a place has kind 0, no tokens, and zeros for the rest.
+The seal is BLAKE3 over the header before it and the payload, keyed when there is a secret. `key`
+tells secrets apart (0 without one), so that what another secret sealed is not taken for corrupt.
+All numbers are little-endian. A blob without a place has kind 0, no tokens, and zeros for the rest.
 A header says all that an index needs, so an index can be made again from what it is of.
 """
 
@@ -38,6 +39,7 @@ MAX_HEADER_BYTES = MIN_HEADER_BYTES + 4 * (1 << 20)
 """No block has more tokens than this leaves room for."""
 
 _FIXED = struct.Struct("<8sHHIQ32sBBHI32s32sQQ")
+_MAX_POSITION = 1 << 62
 _SEALED = 1
 _KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint")
 _NOWHERE = bytes(NAME_BYTES)
@@ -54,6 +56,7 @@ class Envelope:
         header: The header's bytes, without the seal.
         seal: The seal.
         sealed: It was made with a secret.
+        key_id: Which secret; 0 for none.
     """
 
     name: bytes
@@ -62,6 +65,7 @@ class Envelope:
     header: bytes
     seal: bytes
     sealed: bool
+    key_id: int = 0
 
     @property
     def header_bytes(self) -> int:
@@ -101,7 +105,7 @@ def wrap(name: bytes, payload: Buffer, place: Place | None, key: bytes | None) -
         name,
         _KINDS.index(place.kind if place is not None else None),
         place is not None and place.closes,
-        0,
+        _key_id(key),
         n_tokens,
         place.namespace if place is not None else _NOWHERE,
         place.block if place is not None else _NOWHERE,
@@ -140,7 +144,7 @@ def parse(header: bytes) -> Envelope:
     n_header, n_payload = total_bytes(header[:FIXED_BYTES])
     if len(header) != n_header:
         raise BlobRejected(f"header has {len(header):,} of {n_header:,} bytes", reason="truncated")
-    _, _, flags, _, _, name, kind, closes, _, n_tokens, namespace, block, origin, start = (
+    _, _, flags, _, _, name, kind, closes, key_id, n_tokens, namespace, block, origin, start = (
         _FIXED.unpack_from(header)
     )
     body, seal = header[:-SEAL_BYTES], header[-SEAL_BYTES:]
@@ -154,37 +158,51 @@ def parse(header: bytes) -> Envelope:
     if which is not None:
         tokens = np.frombuffer(body, "<i4", n_tokens, FIXED_BYTES).astype(np.int32, copy=False)
         place = Place(which, namespace, block, origin, start, tokens, bool(closes))
-        if not origin <= start < place.end:
+        if not origin <= start < place.end <= _MAX_POSITION:
             raise BlobRejected(
                 f"claims tokens {start} to {place.end} of a block at {origin}", reason="corrupt"
             )
         if place.name != name:
             raise BlobRejected("its name is not that of its tokens", reason="name")
-    return Envelope(name, n_payload, place, body, seal, bool(flags & _SEALED))
+    return Envelope(name, n_payload, place, body, seal, bool(flags & _SEALED), key_id)
+
+
+def check_secret(envelope: Envelope, key: bytes | None) -> None:
+    """Compare whose envelope it is, before its payload is read.
+
+    Raises:
+        BlobRejected: When there is no secret to tell, or another one, or when there is one and the
+            blob was made without.
+    """
+    if envelope.sealed == bool(key) and envelope.key_id == _key_id(key):
+        return
+    if not envelope.sealed:
+        problem = "was made without the secret"
+    elif key:
+        problem = "was sealed with another secret"
+    else:
+        problem = "was sealed with a secret, and none is given"
+    raise BlobRejected(problem, reason="secret")
 
 
 def verify(envelope: Envelope, payload: Buffer, key: bytes | None) -> None:
     """Compare the seal. Costs one hash of the payload.
 
     Raises:
-        BlobRejected: When header or payload are not what was sealed, when there is no secret to
-            tell, or when there is one and the blob was made without.
+        BlobRejected: When header or payload are not what was sealed, or were not with this secret.
     """
     if payload.nbytes != envelope.payload_bytes:
         raise BlobRejected(
             f"payload has {payload.nbytes:,} of {envelope.payload_bytes:,} bytes",
             reason="truncated",
         )
-    if envelope.sealed != bool(key):
-        raise BlobRejected(
-            "was sealed with a secret, and none is given"
-            if envelope.sealed
-            else "was made without the secret",
-            reason="secret",
-        )
+    check_secret(envelope, key)
     if _seal(envelope.header, payload, key) != envelope.seal:
-        problem = "is corrupt, or was sealed with another secret" if key else "is corrupt"
-        raise BlobRejected(problem, reason="corrupt")
+        raise BlobRejected("is not what was sealed", reason="corrupt")
+
+
+def _key_id(key: bytes | None) -> int:
+    return int.from_bytes(blake3(key).digest(2), "little") if key else 0
 
 
 def _seal(header: bytes, payload: Buffer, key: bytes | None) -> bytes:

@@ -1,0 +1,174 @@
+"""Which directory a command is about, and opening it without changing it where that is enough."""
+
+from __future__ import annotations
+
+import io
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from llamakeep.errors import InvalidValue, StoreError
+from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.files import Files
+from llamakeep.stores.index import INDEX_FILE, is_damage
+from llamakeep.stores.layout import FORMAT_FILE
+from llamakeep.tiers import TierSettings
+
+
+class DamagedIndex(StoreError):
+    """The index of a cache is missing or damaged; it can be made anew from the files."""
+
+
+class WatchedFiles(Files):
+    """The file system, for a command.
+
+    Args:
+        may_change: False for one in which nothing can be written, so that a store only reads.
+        on_open: Called before a file is read.
+    """
+
+    def __init__(
+        self, *, may_change: bool = True, on_open: Callable[[], None] = lambda: None
+    ) -> None:
+        self._may_change = may_change
+        self._on_open = on_open
+
+    def writable(self, path: Path) -> bool:
+        """Return whether files can be made in the directory, and may be."""
+        return self._may_change and super().writable(path)
+
+    def open(self, path: Path) -> tuple[io.FileIO, os.stat_result]:
+        """Return a regular file, open for reading. See `Files.open`."""
+        self._on_open()
+        return super().open(path)
+
+
+def cache_path(given: str | None) -> Path:
+    """Return the directory that a command is about.
+
+    Args:
+        given: What the option or the environment says; None for the user's cache directory.
+
+    Raises:
+        InvalidValue: For an empty name, which a shell makes of a variable that is not set.
+    """
+    if given is None:
+        return user_cache_path("llamakeep", appauthor=False)
+    if not given.strip():
+        raise InvalidValue("--cache-dir is empty")
+    return Path(os.path.abspath(Path(given).expanduser()))
+
+
+def is_cache(path: Path) -> bool:
+    """Return whether a directory holds states; False when there is nothing yet, or no directory.
+
+    Raises:
+        StoreError: When there is something else.
+    """
+    try:
+        others = sorted(os.listdir(path))
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise StoreError(f"{path} is not a directory") from None
+    except OSError as error:
+        raise StoreError(f"cannot look into {path}: {error.strerror or error}") from error
+    if others and FORMAT_FILE not in others:
+        raise StoreError(
+            f"{path} is not a cache of llamakeep: it holds {others[0]!r}, and no file {FORMAT_FILE}"
+        )
+    return bool(others)
+
+
+def settings(path: Path) -> TierSettings:
+    """Return what the environment says about a cache in `path`: its limit and its secret."""
+    return TierSettings.resolve(cache_dir=path, redis_url="")
+
+
+def _refuse_missing(path: Path) -> None:
+    if not is_cache(path):
+        raise StoreError(f"{path} holds no cache: nothing was kept there")
+
+
+@contextmanager
+def look(path: Path, on_open: Callable[[], None] = lambda: None) -> Iterator[DiskStore]:
+    """Open a cache to read it. Changes nothing but the files that SQLite has beside a database.
+
+    Args:
+        path: The cache; see `is_cache`.
+        on_open: Called before a file of it is read.
+
+    Raises:
+        DamagedIndex: Also from inside.
+        StoreError: When there is no cache, or it cannot be read.
+    """
+    _refuse_missing(path)
+    of_it = settings(path)
+    files = WatchedFiles(may_change=False, on_open=on_open)
+    if not (path / INDEX_FILE).exists():
+        raise _damaged(path, "it is missing")
+    try:
+        with DiskStore(path, of_it.disk_bytes, secret=of_it.secret, files=files) as store:
+            yield store
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, sqlite3.Error) and is_damage(cause):
+            raise _damaged(path, str(cause)) from error
+        if str(path / INDEX_FILE) in str(error) and "made anew" in str(error):
+            raise _damaged(path, "it is not one of this version") from error
+        raise
+
+
+def _damaged(path: Path, why: str) -> DamagedIndex:
+    return DamagedIndex(
+        f"the index of {path} cannot be used ({why}): llamakeep check --fix makes it anew"
+    )
+
+
+def change(
+    path: Path, on_open: Callable[[], None] = lambda: None, *, make: bool = False
+) -> DiskStore:
+    """Open a cache to change it.
+
+    The environment's limit is kept to only where something will be put: a command drops what it
+    says, and nothing else.
+
+    Args:
+        path: The cache.
+        on_open: Called before a file of it is read.
+        make: Make it if it is missing, and keep to the limit.
+
+    Raises:
+        StoreError: When there is no cache, or it can only be read.
+    """
+    if not make:
+        _refuse_missing(path)
+    of_it = settings(path)
+    limit = of_it.disk_bytes if make else None
+    store = DiskStore(path, limit, secret=of_it.secret, files=WatchedFiles(on_open=on_open))
+    if store.read_only:
+        store.close()
+        raise StoreError(f"{path} can only be read: nothing in it can be changed")
+    return store
+
+
+def capacity_bytes(store: DiskStore, path: Path) -> int:
+    """Return the limit that whoever keeps prompts here has: the environment's, or the default."""
+    of_it = settings(path).disk_bytes
+    return store.capacity_bytes if of_it is None else of_it
+
+
+def complain(store: DiskStore) -> None:
+    """Raise if something failed meanwhile that a store counts and does not raise.
+
+    Raises:
+        StoreError: With what failed and how often.
+    """
+    failed = {kind: n for kind, n in store.counters.items() if kind.startswith("errors_")}
+    if failed:
+        what = ", ".join(f"{kind}: {n:,}" for kind, n in sorted(failed.items()))
+        raise StoreError(f"{store.path}: not all could be done ({what})")

@@ -1,0 +1,590 @@
+"""States in a directory, which several processes may share and which outlives them.
+
+::
+
+    FORMAT              which layout this is
+    index.sqlite3       what is there, and what hangs off what; made again from the files if lost
+    lock                held while the directory is opened
+    blobs/ab/abcd...state    one state each, in the form of `envelope.py`
+    tmp/                files that are being written
+
+The files are the truth. A state is written under a temporary name, flushed to the device, renamed
+and indexed in one transaction, and its directory flushed; when `put` returns True, all that has
+happened. Reading goes by the name alone, past the index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llamakeep.errors import IntegrityError, InvalidValue, StoreError, whole_number
+from llamakeep.policy import Policy, get_policy
+from llamakeep.states import Block, Buffer, Record
+from llamakeep.stores import archive, audit, catalog, layout, rows
+from llamakeep.stores.archive import Imported, Progress, Target
+from llamakeep.stores.audit import DiskReport
+from llamakeep.stores.catalog import Catalog, DiskEntry, DiskStats
+from llamakeep.stores.envelope import header_bytes
+from llamakeep.stores.files import Files, on_disk
+from llamakeep.stores.index import Index, is_damage
+from llamakeep.stores.room import Room
+from llamakeep.stores.shelf import FileRejected, Shelf
+from llamakeep.stores.tally import Refused, Tally
+from llamakeep.tokens import NAME_BYTES, Place
+
+_KEEP = {"version", "secret", "symlink"}
+"""Why a file is refused but left alone: it may be good for somebody else, or is no file of ours."""
+
+_NAMES_AT_ONCE = 256
+
+
+class DiskStore:
+    """Keeps states in a directory, sealed, within a budget of real disk use. From any thread.
+
+    Several processes may use one directory: each keeps to its own limits, and counts what the
+    others keep and are writing. The directory must be on a local file system, because SQLite's
+    write-ahead log needs shared memory. It is made private to its owner, and a link in it leads
+    nowhere.
+
+    States that have a place in the prefix tree go, by policy, to make room for others of that
+    kind: never one that another hangs off, nor one above what is being put. Those without a place
+    stay until they are deleted. The index, about 2 KB for each state, is not counted.
+
+    Args:
+        path: The directory; made when it is missing. One that holds other things is refused.
+        capacity_bytes: The limit on the bytes that files occupy, in whole pages. None: a quarter
+            of what is free and what the cache already has, decided now. With a number, what is
+            above it goes at once.
+        secret: Seals the files with a key, so that nobody without it can make one. What was sealed
+            with another secret, or with none, is a miss and left alone.
+        policy: Which states go first: a name (see `policy.policy_names`) or a policy.
+        min_free_bytes: Room on the file system that is left to others: below it, own states go,
+            and then nothing is written.
+        clock: Seconds.
+        files: The seam to the file system.
+        pool_bytes: Idle memory, at most, that is kept to read into.
+
+    Raises:
+        InvalidValue: For a negative limit or an unknown policy.
+        StoreError: When the directory cannot be used: not ours, of a newer version, not writable
+            and empty, ...; the message says which it is and why.
+    """
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int | None = None,
+        *,
+        secret: str | bytes | None = None,
+        policy: str | Policy = "lru",
+        min_free_bytes: int = 1 << 30,
+        clock: Callable[[], float] = time.time,
+        files: Files | None = None,
+        pool_bytes: int = 64 << 20,
+    ) -> None:
+        if capacity_bytes is not None:
+            whole_number("capacity_bytes", capacity_bytes, 0)
+        whole_number("min_free_bytes", min_free_bytes, 0)
+        self.policy = get_policy(policy)
+        self._tally = Tally("disk cache")
+        self.counters = self._tally.counters
+        self._clock = clock
+        self._unsettled: list[tuple[str, bytes | None]] = []
+        self._introduced: dict[bytes, tuple[str, bool]] = {}
+        files = files or Files()
+        try:
+            self.path, self.read_only = layout.prepare(Path(path), files)
+            self._shelf = Shelf(self.path, files, secret, pool_bytes)
+            self._index = Index(self.path, read_only=self.read_only, rebuild=self._rebuild)
+            try:
+                self._room = Room(
+                    self._shelf,
+                    self._index,
+                    self.policy,
+                    capacity_bytes=self._default_bytes()
+                    if capacity_bytes is None
+                    else capacity_bytes,
+                    min_free_bytes=min_free_bytes,
+                    clock=clock,
+                    tally=self._tally,
+                )
+                self._begin(None if self.read_only else capacity_bytes)
+            except BaseException:
+                self._index.close()
+                raise
+        except (OSError, sqlite3.Error, Refused) as error:
+            raise StoreError(f"{path} cannot keep states: {error}") from error
+
+    def _default_bytes(self) -> int:
+        with self._index.reading() as sql:
+            return (self._shelf.free_bytes() + rows.totals(sql).used_bytes) // 4
+
+    def _begin(self, max_bytes: int | None) -> None:
+        """Clean up after the dead, and keep to the limit if it was given."""
+        if self.read_only:
+            return
+        try:
+            self._settle_the_dead()
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            self._index.ensure()  # made anew
+            self._settle_the_dead()
+        if max_bytes is not None:
+            self._room.trim(max_bytes)
+
+    def _settle_the_dead(self) -> None:
+        for kind, n in audit.settle_the_dead(self._shelf, self._index, self._clock).items():
+            self._tally.count(kind, n)
+
+    def __repr__(self) -> str:
+        return f"DiskStore({str(self.path)!r}, {self.capacity_bytes:,} bytes at most)"
+
+    # -- how much ----------------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The limit on bytes."""
+        return self._room.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are kept or being written, by whomever; 0 when the index cannot be read."""
+        with self._tally.quietly("read"), self._index.reading() as sql:
+            return rows.totals(sql).used_bytes
+        return 0
+
+    def cost_bytes(self, n_bytes: int, place: Place | None = None) -> int:
+        """Return the bytes that a blob of `n_bytes` occupies: a header more, in whole pages."""
+        return on_disk(header_bytes(place) + n_bytes)
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        name: bytes,
+        n_bytes: int,
+        produce: Callable[[], Buffer],
+        place: Place | None = None,
+    ) -> bool:
+        """Keep the blob that `produce` returns. See `Store.put`.
+
+        True means that it is on the device, whatever happens next. Costs a hash, a write and three
+        flushes. A blob of which another thread or process writes the same name now is written by
+        both.
+
+        Raises:
+            InvalidValue: For a negative size, or a name that is not that of the place.
+            IntegrityError: When the blob has another size; nothing is kept.
+        """
+        whole_number("n_bytes", n_bytes, 0)
+        if len(name) != NAME_BYTES or (place is not None and place.name != name):
+            raise InvalidValue(f"{name.hex()} is not the name of what is put")
+        cost = self.cost_bytes(n_bytes, place)
+        ticket = None
+        with self._tally.quietly("write"):
+            if self._has(name):
+                return True
+            self._settle()
+            ticket = self._room.reserve(name, cost, place)
+            if ticket is None:
+                return True
+        if ticket is None:
+            return False
+        began = entered = kept = False
+        try:
+            data = produce()
+            if data.nbytes != n_bytes:
+                raise IntegrityError(f"blob has {data.nbytes:,} bytes, {n_bytes:,} were announced")
+            with self._tally.quietly("write"):
+                self._shelf.write(ticket, name, data, place)
+                began = True
+                self._room.enter(ticket, name, n_bytes, cost, place)
+                entered = True
+                self._shelf.flush(name)
+                kept = True
+        finally:
+            if entered and not kept:
+                self.delete(name)  # it could be lost with the machine
+            self._end(ticket, name if began and not entered else None)
+        self._tally.count("written", kept)
+        return kept
+
+    def _has(self, name: bytes) -> bool:
+        """Return whether a blob is here and looks good; what looks bad is removed.
+
+        Raises:
+            Refused: When what is there must be left alone.
+        """
+        if self.read_only:
+            raise Refused("read_only", f"{self.path} is read-only")
+        with self._index.reading() as sql:
+            known = rows.get(sql, name) is not None
+            pending = known and rows.is_being_written(sql, name)
+        if not known and self._shelf.stat(name) is None:
+            return False
+        try:
+            self._shelf.peek(name)
+        except FileNotFoundError:
+            self._forget(name, None)
+        except FileRejected as error:
+            if error.reason in _KEEP:
+                raise Refused(error.reason, f"{self._shelf.path(name)} {error}") from None
+            self._reject(name, error)
+        else:
+            if pending:
+                self._shelf.flush(name)  # whoever wrote it has not come to this
+            return known
+        return False
+
+    def _end(self, ticket: str, failed: bytes | None) -> None:
+        """End a write, see `Room.release`; what cannot be done now is tried again later."""
+        with self._tally.quietly("write"):
+            self._room.release(ticket, failed)
+            return
+        self._unsettled.append((ticket, failed))
+
+    def _settle(self) -> None:
+        """Try again to end writes whose end could not be noted."""
+        pending, self._unsettled = self._unsettled, []
+        for ticket, failed in pending:
+            self._end(ticket, failed)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def get(self, name: bytes) -> Buffer | None:
+        """Return the blob, verified and read-only, or None. Changes nothing, unless it is bad.
+
+        Costs a read and a hash. The memory behind it is used again once no array looks into it.
+        A file that is not what was put is counted, logged and removed; one that another version or
+        another secret made is left alone.
+        """
+        with self._tally.quietly("read"):
+            try:
+                return self._shelf.read(name)[1]
+            except (FileNotFoundError, NotADirectoryError):
+                self._forget(name, None)
+            except FileRejected as error:
+                self._reject(name, error)
+        return None
+
+    def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Yield each blob, or None for one that is gone, in order. See `Tier.get_many`."""
+        for name in names:
+            yield self.get(name)
+
+    def find(self, blocks: Sequence[Block]) -> list[Record]:
+        """Return what is kept in these blocks and begins like the prompt. See `Tier.find`.
+
+        Costs one look-up for each block, and two for each distinct start of a span in it.
+        """
+        with self._tally.quietly("read"), self._index.reading() as sql:
+            try:
+                return [record for block in blocks for record in rows.find(sql, block, self.tier)]
+            except (ValueError, TypeError) as error:
+                # The database has no checksums: it can be damaged without its noticing.
+                self._index.condemn()
+                raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
+        return []
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Count a use of these states, so that they are dropped later. See `Tier.touch`."""
+        if not names or self.read_only:
+            return
+        with self._tally.quietly("write"), self._index.writing() as sql:
+            rows.touch(sql, names, rows.next_time(sql, self._clock()))
+
+    def _reject(self, name: bytes, error: FileRejected) -> None:
+        """Count a file that is not what was put, and remove it unless it may be somebody else's."""
+        self._tally.report(f"rejected_{error.reason}", f"{self._shelf.path(name)} {error}")
+        if error.reason not in _KEEP:
+            self._forget(name, error.identity)
+
+    def _forget(self, name: bytes, identity: tuple[int, int] | None) -> None:
+        """Take out a state whose file is gone, or is this one."""
+        with self._index.reading() as sql:
+            known = rows.get(sql, name) is not None
+        if not known and identity is None:
+            return
+        if self.read_only:
+            return
+        with self._index.writing() as sql:
+            found = self._shelf.stat(name)
+            if found is not None and identity == (found.st_dev, found.st_ino):
+                self._shelf.drop(name)
+                found = None
+            if found is None:
+                self._tally.count("lost", self._room.drop(sql, [name]))
+
+    # -- dropping ----------------------------------------------------------------------------------
+
+    def delete(self, name: bytes) -> bool:
+        """Drop the blob, whatever hangs off it; return whether it was there."""
+        with self._tally.quietly("write"), self._index.writing() as sql:
+            if rows.get(sql, name) is not None:
+                self._room.drop(sql, [name])
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Drop everything but the descriptions of namespaces and what is being written."""
+        with self._tally.quietly("write"):
+            self._drop_all(rows.names)
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Drop all states of a namespace; its description stays. Costs a scan of the index."""
+        with self._tally.quietly("write"):
+            self._drop_all(lambda sql: rows.names_in(sql, namespace))
+
+    def _drop_all(self, chosen: Callable[[sqlite3.Connection], list[bytes]]) -> int:
+        """Drop states until none of the chosen is left, also those that come meanwhile."""
+        n_gone = 0
+        while True:
+            with self._index.scanning() as sql:
+                names = chosen(sql)
+            if not names:
+                return n_gone
+            for first in range(0, len(names), _NAMES_AT_ONCE):
+                with self._index.writing() as sql:
+                    n_gone += self._room.drop(sql, names[first : first + _NAMES_AT_ONCE])
+
+    def supersede(self, old: bytes, new: bytes) -> None:
+        """Drop a tail whose place a longer one took, if that is here. See `Tier.supersede`."""
+        with self._tally.quietly("write"), self._index.writing() as sql:
+            if old != new and rows.get(sql, new) and rows.get(sql, old):
+                rows.hang_off(sql, old, new)
+                self._room.drop(sql, [old])
+                self._tally.count("superseded")
+
+    def trim(self, max_bytes: int) -> int:
+        """Drop states by policy until no more than `max_bytes` are in use, or none can go.
+
+        Returns:
+            How many went.
+
+        Raises:
+            InvalidValue: For a negative number.
+        """
+        whole_number("max_bytes", max_bytes, 0)
+        with self._tally.quietly("write"):
+            return self._room.trim(max_bytes)
+        return 0
+
+    # -- what people ask ---------------------------------------------------------------------------
+
+    def entries(self) -> list[DiskEntry]:
+        """Return the prompts that are known to their end, the last used first.
+
+        Costs a scan of the index, and memory for all tokens.
+
+        Raises:
+            StoreError: When the index cannot be read.
+        """
+        with self._asked(), self._index.scanning() as sql:
+            return Catalog(sql).entries()
+
+    def stats(self) -> DiskStats:
+        """Return counts and bytes. Costs a scan of the index.
+
+        Raises:
+            StoreError: When the index cannot be read.
+        """
+        with self._asked(), self._index.scanning() as sql:
+            return catalog.stats(sql, self.capacity_bytes, self._shelf.free_bytes())
+
+    def remove(self, prefix: str) -> int:
+        """Drop a prompt: its end, and above it what leads only there.
+
+        Args:
+            prefix: The beginning of its `DiskEntry.id`.
+
+        Returns:
+            The bytes that went.
+
+        Raises:
+            InvalidValue: When no id begins so, or more than one.
+            StoreError: When the directory or the index fails.
+        """
+        freed = 0
+        with self._asked():
+            with self._index.scanning() as sql:
+                found = Catalog(sql)
+                ends = found.ends()
+                own = found.own(ends[catalog.resolve(prefix, ends, "prompt")])
+            with self._index.writing() as sql:
+                for row in own:
+                    if rows.hangs_off(sql, row):
+                        break  # something was added meanwhile
+                    self._room.drop(sql, [row.name])
+                    freed += row.n_bytes
+        return freed
+
+    def remove_namespace(self, prefix: str) -> int:
+        """Drop all states of a namespace, and its description.
+
+        Args:
+            prefix: The beginning of its hex digest.
+
+        Returns:
+            How many states went.
+
+        Raises:
+            InvalidValue: When no digest begins so, or more than one.
+            StoreError: When the directory or the index fails.
+        """
+        with self._asked():
+            with self._index.scanning() as sql:
+                known = set(catalog.stats(sql, 0, 0).namespaces)
+            known.update(digest.hex() for digest in self.namespaces())
+            digest = bytes.fromhex(catalog.resolve(prefix, known, "namespace"))
+            n_gone = self._drop_all(lambda sql: rows.names_in(sql, digest))
+            with self._index.writing() as sql:
+                sql.execute("DELETE FROM namespaces WHERE digest = ?", (digest,))
+        return n_gone
+
+    def export(
+        self,
+        target: Target,
+        ids: Iterable[str] | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Write states into one file. See `archive.export`.
+
+        Args:
+            target: A path, or a binary file that can be positioned.
+            ids: Beginnings of the ids of prompts; with each goes all that is along it. None: all.
+            progress: Called with how many states are written, and of how many.
+
+        Returns:
+            How many states were written.
+
+        Raises:
+            InvalidValue: When no id begins so, or more than one.
+            StoreError: When the file cannot be written, or the index not be read.
+        """
+        with self._asked():
+            with self._index.scanning() as sql:
+                names = rows.in_order(sql) if ids is None else Catalog(sql).along(ids)
+                used = rows.namespaces_of(sql, names)
+            known = {digest: text for digest, text in self.namespaces().items() if digest in used}
+            return archive.export(self._shelf, names, known, target, self._shelf.key, progress)
+
+    def import_(self, source: Target, progress: Progress | None = None) -> Imported:
+        """Put the states of a file that `export` wrote. See `archive.import_`.
+
+        Raises:
+            BlobRejected: When something in it is not what was exported, or was sealed with another
+                secret; nothing is put then.
+            StoreError: When the file cannot be read.
+        """
+        with self._asked():
+            return archive.import_(self, source, self._shelf.key, progress)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Raise what goes wrong outside: a person asked, and is to know."""
+        try:
+            yield
+        except (OSError, sqlite3.Error, Refused) as error:
+            raise StoreError(f"{self.path}: {error}") from error
+
+    # -- namespaces --------------------------------------------------------------------------------
+
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Remember what the parts of a namespace are, JSON-ready.
+
+        One whose description has a true `rolling` is of a family whose segments are of no use
+        without a checkpoint: they go with the last one below them.
+        """
+        text = json.dumps(dict(description), sort_keys=True)
+        rolling = bool(description.get("rolling"))
+        self._introduced[namespace] = text, rolling
+        if self.read_only or self.namespaces().get(namespace) == json.loads(text):
+            return
+        with self._tally.quietly("write"), self._index.writing() as sql:
+            rows.introduce(sql, namespace, text, rolling)
+
+    def namespaces(self) -> dict[bytes, dict[str, Any]]:
+        """Return the descriptions of the namespaces that were introduced."""
+        with self._tally.quietly("read"), self._index.reading() as sql:
+            found = sql.execute("SELECT digest, description FROM namespaces").fetchall()
+            return {digest: json.loads(text) for digest, text in found}
+        return {}
+
+    # -- the rest of a store -----------------------------------------------------------------------
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, bytes):
+            with self._tally.quietly("read"), self._index.reading() as sql:
+                return rows.get(sql, name) is not None
+        return False
+
+    def __len__(self) -> int:
+        with self._tally.quietly("read"), self._index.reading() as sql:
+            return rows.totals(sql).n_states
+        return 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._tally.quietly("read"), self._index.reading() as sql:
+            return iter(rows.names(sql))
+        return iter(())
+
+    def check(self, *, fix: bool = False) -> None:
+        """Compare files, index and counts; reads and verifies every file. See `audit`."""
+        report = self.audit(fix=fix)
+        if report.problems and not fix:
+            raise IntegrityError(str(report))
+
+    def audit(self, *, fix: bool = False, verify: bool = True) -> DiskReport:
+        """Compare the files with the index, and what is counted with what is there.
+
+        Args:
+            fix: Index what is good, remove what is not and what the dead left behind, count again.
+                What a newer version or another secret made is left alone.
+            verify: Read and verify all payloads; else only headers and sizes.
+
+        Returns:
+            What was found.
+
+        Raises:
+            StoreError: When the directory or the index cannot be read.
+        """
+        with self._asked():
+            return audit.audit(self._shelf, self._index, self._clock, fix=fix, verify=verify)
+
+    def close(self) -> None:
+        """Let go of files and connections; then everything is a miss. Again: does nothing."""
+        if self._index.closed:
+            return
+        with self._tally.quietly("write"):
+            self._room.leave()
+        self._index.close()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _rebuild(self, sql: sqlite3.Connection) -> None:
+        n_states, n_refused = audit.rebuild(self._shelf, sql)
+        for namespace, (text, rolling) in self._introduced.items():
+            rows.introduce(sql, namespace, text, rolling)
+        if n_states or n_refused:
+            self._tally.report(
+                "rebuilt",
+                f"made the index of {self.path} anew from {n_states:,} files; "
+                f"{n_refused:,} others were not understood",
+            )

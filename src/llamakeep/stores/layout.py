@@ -1,0 +1,100 @@
+"""A directory of states: whether it is one, and of which version."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from llamakeep.errors import StoreError
+from llamakeep.stores.files import Files, private_directory, refuse_foreign
+from llamakeep.stores.index import LOCK_FILE, SIDE_FILES, opening
+from llamakeep.stores.shelf import BLOBS, PARTIAL, TEMPORARY
+
+FORMAT_FILE = "FORMAT"
+FORMAT = "llamakeep states, version "
+VERSION = 1
+
+_OURS = {FORMAT_FILE, LOCK_FILE, BLOBS, TEMPORARY, *SIDE_FILES}
+_HARMLESS = {"lost+found"}
+
+
+def prepare(path: Path, files: Files) -> tuple[Path, bool]:
+    """Make a directory one of states, private to its owner, unless it is one.
+
+    Args:
+        path: The directory; it may be reached by links, what is in it may not.
+        files: The file system.
+
+    Returns:
+        The directory, and whether it can only be read.
+
+    Raises:
+        StoreError: When it holds other things, is another user's, or of a newer version.
+        OSError: When it cannot be made or read.
+    """
+    root = Path(os.path.realpath(path.expanduser()))
+    if not root.exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(root)
+    version = _version(root)
+    if not files.writable(root):
+        if not version:
+            raise StoreError(f"{root} is read-only and holds no states")
+        _refuse_others(root)
+        return root, True
+    if not version:
+        # A directory is made private, and told what is not ours: so not one of other things.
+        others = sorted(set(os.listdir(root)) - _OURS - _HARMLESS)
+        if others:
+            raise StoreError(f"{root} is no cache of states: it holds {others[0]!r}")
+    private_directory(root)
+    for name in (FORMAT_FILE, LOCK_FILE):
+        refuse_foreign(root / name)
+    with opening(root):
+        private_directory(root / BLOBS)
+        private_directory(root / TEMPORARY)
+        if not _version(root):
+            _mark(root, files)
+    return root, False
+
+
+def _version(root: Path) -> int:
+    """Return the version of the directory, 0 when it has none."""
+    path = root / FORMAT_FILE
+    try:
+        if path.is_symlink():
+            raise StoreError(f"{path} is a symbolic link; a cache may not lead elsewhere")
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return 0
+    if not text:
+        return 0  # the machine went down before it was written
+    number = text.removeprefix(FORMAT).strip()
+    if not text.startswith(FORMAT) or not number.isdecimal():
+        raise StoreError(f"{path} does not say that {root} holds states")
+    if int(number) > VERSION:
+        raise StoreError(f"{root} has version {number}; this program knows up to {VERSION}")
+    return int(number)
+
+
+def _mark(root: Path, files: Files) -> None:
+    path = root / FORMAT_FILE
+    partial = root / TEMPORARY / f"{FORMAT_FILE}-{os.getpid()}{PARTIAL}"
+    files.unlink(partial)
+    with files.create(partial) as file:
+        files.write(file, memoryview(f"{FORMAT}{VERSION}\n".encode()))
+        files.flush(file)
+    files.rename(partial, path)
+    files.flush_directory(root)
+
+
+def _refuse_others(root: Path) -> None:
+    if hasattr(os, "geteuid"):
+        info = root.stat()
+        if info.st_uid != os.geteuid():
+            raise StoreError(f"{root} belongs to user {info.st_uid}, not to {os.geteuid()}")
+    for name in (BLOBS, TEMPORARY):
+        found = root / name
+        if found.exists() and not stat.S_ISDIR(found.lstat().st_mode):
+            raise StoreError(f"{found} is a link or no directory")

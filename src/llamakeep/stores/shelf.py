@@ -1,0 +1,281 @@
+"""The files of a directory of states: one for each, immutable, in the form of `envelope.py`.
+
+A file is written under a temporary name, flushed, and renamed. What has its final name is therefore
+whole; what has not is nobody's.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from llamakeep.errors import BlobRejected
+from llamakeep.states import Buffer, frozen
+from llamakeep.stores.envelope import (
+    Envelope,
+    check_secret,
+    parse,
+    seal_key,
+    total_bytes,
+    verify,
+    wrap,
+)
+from llamakeep.stores.files import Files
+from llamakeep.stores.pool import BufferPool
+from llamakeep.tokens import NAME_BYTES, Place
+
+BLOBS, TEMPORARY = "blobs", "tmp"
+SUFFIX, PARTIAL = ".state", ".part"
+
+_HEAD_BYTES = 4096
+_READ_BYTES = 1 << 30
+
+
+class FileRejected(BlobRejected):
+    """A file is not what was stored there.
+
+    Attributes:
+        identity: Which file it was: another may have its name by now.
+    """
+
+    def __init__(self, cause: BlobRejected, identity: tuple[int, int] | None) -> None:
+        super().__init__(str(cause), reason=cause.reason)
+        self.identity = identity
+
+
+class Shelf:
+    """Reads and writes the files of states below a directory. From any thread.
+
+    Args:
+        root: The directory.
+        files: The file system.
+        secret: Seals what is written; what was sealed otherwise is refused.
+        pool_bytes: Idle memory to read into, at most.
+    """
+
+    def __init__(
+        self, root: Path, files: Files, secret: str | bytes | None, pool_bytes: int
+    ) -> None:
+        self.root = root
+        self.files = files
+        self.pool = BufferPool(pool_bytes)
+        self.key = seal_key(secret)
+        self._flushed: set[str] = set()
+
+    def path(self, name: bytes) -> Path:
+        """Return where the file of a state is."""
+        text = name.hex()
+        return self.root / BLOBS / text[:2] / (text + SUFFIX)
+
+    def partial(self, ticket: str) -> Path:
+        """Return where a file is while it is written."""
+        return self.root / TEMPORARY / (ticket + PARTIAL)
+
+    def free_bytes(self) -> int:
+        """Return the room that is left on the file system."""
+        return self.files.free_bytes(self.root)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self, name: bytes) -> tuple[Envelope, Buffer]:
+        """Return a state, verified and read-only, and what its header says.
+
+        Costs a read and a hash of it; the memory is used again when nobody looks at it any more.
+
+        Raises:
+            FileRejected: When it is not what was stored there.
+            OSError: When it cannot be read, or is not there.
+        """
+        return self._read(name, payload=True)
+
+    def peek(self, name: bytes, *, anyone: bool = False) -> Envelope:
+        """Return what the header of a state says, if the file's size and name agree with it.
+
+        Raises:
+            FileRejected: When they do not, or when it was sealed otherwise, unless by `anyone`.
+            OSError: When it cannot be read, or is not there.
+        """
+        return self._read(name, payload=False, anyone=anyone)[0]
+
+    def stat(self, name: bytes) -> os.stat_result | None:
+        """Return what is under the name of a state, a link itself if it is one."""
+        return self.files.stat(self.path(name))
+
+    def _read(self, name: bytes, *, payload: bool, anyone: bool = False) -> tuple[Envelope, Buffer]:
+        try:
+            file, info = self.files.open(self.path(name))
+        except BlobRejected as error:
+            raise FileRejected(error, None) from None
+        try:
+            with file:
+                return self._parse(file, info.st_size, name, payload, anyone)
+        except BlobRejected as error:
+            raise FileRejected(error, (info.st_dev, info.st_ino)) from None
+
+    def _parse(
+        self, file: io.FileIO, size: int, name: bytes, payload: bool, anyone: bool
+    ) -> tuple[Envelope, Buffer]:
+        envelope, rest = read_header(file)
+        check_size(size, envelope)
+        if envelope.name != name:
+            raise BlobRejected("is of another name", reason="name")
+        if not anyone:
+            check_secret(envelope, self.key)
+        if not payload:
+            return envelope, _NOTHING
+        data = self.pool.take(envelope.payload_bytes)
+        read_payload(file, rest, data)
+        verify(envelope, data, self.key)
+        return envelope, frozen(data)
+
+    def listing(self) -> Iterator[tuple[Path, bytes | None]]:
+        """Yield every file below the directory of states, with the name it has.
+
+        The name is None for what has no business there: other files, links, and directories.
+        """
+        for shard in _entries(self.root / BLOBS):
+            if not shard.is_dir(follow_symlinks=False) or len(shard.name) != 2:
+                yield Path(shard.path), None
+                continue
+            for entry in _entries(Path(shard.path)):
+                name = _name_of(entry.name)
+                right = name is not None and entry.name.startswith(shard.name)
+                yield Path(entry.path), name if right else None
+
+    def leftovers(self) -> list[str]:
+        """Return the tickets of the files that are being written, or were when it ended."""
+        return [
+            entry.name.removesuffix(PARTIAL)
+            for entry in _entries(self.root / TEMPORARY)
+            if entry.name.endswith(PARTIAL)
+        ]
+
+    def strangers(self) -> Iterator[Path]:
+        """Yield what has no business among the files that are being written."""
+        for entry in _entries(self.root / TEMPORARY):
+            if not entry.name.endswith(PARTIAL):
+                yield Path(entry.path)
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, ticket: str, name: bytes, payload: Buffer, place: Place | None) -> None:
+        """Write a file under its temporary name and flush it. Costs a hash and a write.
+
+        Raises:
+            OSError: When that fails; what was written so far is there.
+        """
+        header = wrap(name, payload, place, self.key)
+        with self.files.create(self.partial(ticket)) as file:
+            self.files.write(file, memoryview(header))
+            self.files.write(file, payload.data)
+            self.files.flush(file)
+
+    def publish(self, ticket: str, name: bytes) -> None:
+        """Give a written file its final name; for good only after `flush`.
+
+        Raises:
+            OSError: When that fails.
+            BlobRejected: When a link is in the way.
+        """
+        path = self.path(name)
+        found = self.files.stat(path)
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            raise BlobRejected(f"{path} is a link or no file", reason="symlink")
+        try:
+            self.files.rename(self.partial(ticket), path)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self.files.rename(self.partial(ticket), path)
+
+    def flush(self, name: bytes) -> None:
+        """Return when the name of a state's file is on the device.
+
+        Raises:
+            OSError: When that fails.
+        """
+        shard = self.path(name).parent
+        self.files.flush_directory(shard)
+        if shard.name not in self._flushed:  # whoever made it may not have come to this
+            self.files.flush_directory(shard.parent)
+            self._flushed.add(shard.name)
+
+    def discard(self, ticket: str) -> None:
+        """Remove a file that is under its temporary name, if it is there."""
+        self.files.unlink(self.partial(ticket))
+
+    def drop(self, name: bytes) -> None:
+        """Remove the file of a state, if it is there."""
+        self.files.unlink(self.path(name))
+
+
+_NOTHING: Buffer = frozen(np.empty(0, np.uint8))
+
+
+def read_header(file: io.BufferedIOBase | io.RawIOBase) -> tuple[Envelope, bytes]:
+    """Return what a header says, and what was read of the payload behind it.
+
+    Raises:
+        BlobRejected: When it is none.
+    """
+    head = file.read(_HEAD_BYTES) or b""
+    n_header, _ = total_bytes(head)
+    while len(head) < n_header:
+        more = file.read(n_header - len(head))
+        if not more:
+            break
+        head += more
+    return parse(head[:n_header]), head[n_header:]
+
+
+def check_size(size: int, envelope: Envelope) -> None:
+    """Compare a file's size with what its header says.
+
+    Raises:
+        BlobRejected: When they differ.
+    """
+    expected = envelope.header_bytes + envelope.payload_bytes
+    if size != expected:
+        raise BlobRejected(
+            f"has {size:,} of {expected:,} bytes",
+            reason="truncated" if size < expected else "corrupt",
+        )
+
+
+def read_payload(file: io.BufferedIOBase | io.RawIOBase, head: bytes, data: Buffer) -> None:
+    """Fill `data` with the payload that begins with `head` and goes on in the file.
+
+    Raises:
+        BlobRejected: When the file ends before.
+    """
+    view = data.data
+    head = head[: len(view)]
+    view[: len(head)] = head
+    done = len(head)
+    while done < len(view):
+        n = file.readinto(view[done : done + _READ_BYTES])
+        if not n:
+            raise BlobRejected(f"ends after {done:,} of {len(view):,} bytes", reason="truncated")
+        done += n
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+
+
+def _name_of(file_name: str) -> bytes | None:
+    text, dot, suffix = file_name.partition(".")
+    if dot + suffix != SUFFIX or len(text) != 2 * NAME_BYTES or text != text.lower():
+        return None
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return None
