@@ -507,7 +507,7 @@ def test_settings_without_effect_make_no_difference(
         ({"attention_type": 1}, {"attention_type"}),
         ({"kv_overrides": {"llama.rope.freq_base": 2e4}}, {"kv_overrides.llama.rope.freq_base"}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_fault_43_settings_with_effect_make_another_namespace(
     tiny_llama: MakeLlama, other: dict[str, Any], parts: set[str]

@@ -105,6 +105,7 @@ class Keeper:
         self._served: Reuse | None = None  # by the call that runs now
         self._need_scores = False
         self._in_chat = False
+        self._mode = Mode.ON  # of the call that runs now
         self._run_now: object | None = None  # the prompt that is being answered
         self._lost: IntArray | None = None  # tokens whose rows were removed past the Llama
         self._delimiters: dict[str, IntArray] = {}
@@ -320,7 +321,7 @@ class Keeper:
             self._turns.begin()
             begun = True
             llm = self._model()
-            self._served = None
+            self._served, self._mode = None, current_mode()
             with self._cache_set_aside(llm):
                 result = start(llm)
             if isinstance(result, Generator):
@@ -411,20 +412,19 @@ class Keeper:
             bound = inspect.signature(type(llm).generate).bind(llm, *args, **kwargs)
             options = dict(bound.arguments)
             del options["self"]
-            mode = current_mode()
             tokens, fresh = options.pop("tokens"), options.pop("reset", True)
             if fresh and self._continues_opaque(llm, tokens):
                 # Where the pictures are, the token buffer holds whatever was there before.
-                return self._run(llm, np.empty(0, np.int32), False, mode, options)
+                return self._run(llm, np.empty(0, np.int32), False, options)
             prompt = as_tokens(tokens, n_vocab=self._runtime.n_vocab)
             if fresh and not prompt.size:
                 raise InvalidValue("an empty prompt has nothing to continue from")
-            return self._run(llm, prompt, fresh, mode, options)
+            return self._run(llm, prompt, fresh, options)
 
         return self._open(start)
 
     def _run(
-        self, llm: Any, prompt: IntArray, fresh: bool, mode: Mode, options: dict[str, Any]
+        self, llm: Any, prompt: IntArray, fresh: bool, options: dict[str, Any]
     ) -> Generator[int, Any, None]:
         n_before = 0 if fresh else llm.n_tokens
         if n_before + prompt.size > self._runtime.n_ctx:
@@ -433,10 +433,10 @@ class Keeper:
             )
         follow, rest = prompt, prompt
         if fresh:
-            rest = prompt[self._resume(llm, prompt, mode) :]
+            rest = prompt[self._resume(llm, prompt) :]
         else:
             self._sync(llm)
-            self._sequence.due, self._sequence.mode = [], mode
+            self._sequence.due, self._sequence.mode = [], self._mode
             follow = np.concatenate((self._sequence.live.tokens, prompt))
             if self._sequence.live.opaque:
                 self._note(Reuse(0, n_before, "none", "filled by its caller, with more than text"))
@@ -597,14 +597,14 @@ class Keeper:
             and np.array_equal(llm.input_ids[: len(tokens)], tokens)
         )
 
-    def _resume(self, llm: Any, prompt: IntArray, mode: Mode) -> int:
+    def _resume(self, llm: Any, prompt: IntArray) -> int:
         """Bring the context to the deepest reachable prefix of `prompt`; return its length."""
         rolling = self._runtime.traits.rolling and self._in_chat
         reuse = self._sequence.resume(
             prompt,
             user_starts=find_starts(prompt, self._delimiter(llm)) if rolling else (),
             scored=self._need_scores,
-            mode=mode,
+            mode=self._mode,
         )
         self._tell(llm)
         if reuse.reason == FIRST_TIME and self._tree.store.below:
