@@ -25,9 +25,8 @@ from benchmarks.bench_states import (
 from benchmarks.harness import Result, benchmark, median_time
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.sequence import KeptSequence
-from llamakeep.stores import rows
 from llamakeep.stores.base import Tier
-from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.disk import DiskStore, rows
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.tiered import TieredStore
 from llamakeep.tokens import IntArray, PathNames

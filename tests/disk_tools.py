@@ -13,7 +13,7 @@ import numpy as np
 
 from llamakeep.states import Block, Buffer
 from llamakeep.stores.disk import DiskStore
-from llamakeep.stores.files import PAGE_BYTES, Files, on_disk
+from llamakeep.stores.disk.files import PAGE_BYTES, Files, on_disk
 from llamakeep.tokens import PathNames, Place
 
 NAMESPACE = b"n" * 32

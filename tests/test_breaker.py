@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamakeep.errors import InvalidValue
-from llamakeep.stores.breaker import CircuitBreaker
+from llamakeep.stores.redis.breaker import CircuitBreaker
 
 
 class Clock:

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 from llamakeep.errors import IntegrityError, InvalidValue, StoreError
-from llamakeep.stores import envelope, layout, owners
-from llamakeep.stores.disk import DiskStore
-from llamakeep.stores.index import INDEX_FILE
-from llamakeep.stores.pool import BufferPool
+from llamakeep.stores import envelope
+from llamakeep.stores.disk import DiskStore, layout, owners
+from llamakeep.stores.disk.index import INDEX_FILE
+from llamakeep.stores.disk.pool import BufferPool
 from llamakeep.tokens import PathNames
 from tests.disk_tools import (
     NAMESPACE,

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamakeep.errors import BlobRejected, InvalidValue, StoreError
-from llamakeep.stores import archive, envelope
-from llamakeep.stores.disk import DiskStore
-from llamakeep.stores.rows import in_order
+from llamakeep.stores import envelope
+from llamakeep.stores.disk import DiskStore, archive
+from llamakeep.stores.disk.rows import in_order
 from tests.disk_tools import (
     NAMESPACE,
     Failing,

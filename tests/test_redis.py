@@ -27,8 +27,8 @@ from llamakeep.errors import IntegrityError, InvalidValue, StoreError
 from llamakeep.states import Block, Buffer
 from llamakeep.stores import envelope
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis_index import spot_of
-from llamakeep.stores.redis_ledger import Entry
+from llamakeep.stores.redis.index import spot_of
+from llamakeep.stores.redis.ledger import Entry
 from llamakeep.tokens import IntArray, PathNames, Place
 from tests.redis_servers import Cluster, Server, free_port, need_redis_server, running, wait_until
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_meant_is_an_error(options: dict[str, Any], names: str) -
 
 
 def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "llamakeep.stores.redis_link", raising=False)
+    monkeypatch.delitem(sys.modules, "llamakeep.stores.redis.link", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StoreError, match=r"pip install llamakeep\[redis\]"):
         RedisStore(NOWHERE, secret="hush")

@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 from llamakeep.errors import InvalidValue
-from llamakeep.stores.redis_url import RedisAddress, hide_password, parse_redis_url
+from llamakeep.stores.redis.url import RedisAddress, hide_password, parse_redis_url
 
 
 @pytest.mark.parametrize(

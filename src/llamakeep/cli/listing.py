@@ -15,8 +15,8 @@ from llamakeep.cli import opening, screen
 from llamakeep.errors import TokenError
 from llamakeep.fingerprint import differences, explain
 from llamakeep.sizes import format_bytes
-from llamakeep.stores.catalog import DiskEntry, resolve
 from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.disk.catalog import DiskEntry, resolve
 
 if TYPE_CHECKING:
     from llamakeep.runtime.llama_cpp import Vocabulary

@@ -14,9 +14,9 @@ from llamakeep.cli.group import WRONG
 from llamakeep.cli.listing import SHORT_ID
 from llamakeep.errors import InvalidValue
 from llamakeep.sizes import format_bytes
-from llamakeep.stores.audit import DiskReport
-from llamakeep.stores.catalog import resolve
 from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.disk.audit import DiskReport
+from llamakeep.stores.disk.catalog import resolve
 
 _PROBLEMS = {
     "index": "the index is missing or damaged",

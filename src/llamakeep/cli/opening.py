@@ -13,9 +13,9 @@ from platformdirs import user_cache_path
 
 from llamakeep.errors import InvalidValue, StoreError
 from llamakeep.stores.disk import DiskStore
-from llamakeep.stores.files import Files
-from llamakeep.stores.index import INDEX_FILE, is_damage
-from llamakeep.stores.layout import FORMAT_FILE
+from llamakeep.stores.disk.files import Files
+from llamakeep.stores.disk.index import INDEX_FILE, is_damage
+from llamakeep.stores.disk.layout import FORMAT_FILE
 from llamakeep.tiers import TierSettings
 
 

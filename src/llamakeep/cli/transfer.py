@@ -18,7 +18,7 @@ from llamakeep.cli import opening, screen
 from llamakeep.cli.group import WRONG, writing_output
 from llamakeep.errors import BlobRejected, InvalidValue, StoreError
 from llamakeep.sizes import format_bytes
-from llamakeep.stores.catalog import resolve
+from llamakeep.stores.disk.catalog import resolve
 
 STREAM = "-"
 

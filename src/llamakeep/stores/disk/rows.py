@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamakeep.states import Block, Record
-from llamakeep.stores.owners import Owner
+from llamakeep.stores.disk.owners import Owner
 from llamakeep.tokens import Kind, Place
 
 OPAQUE, SEGMENT, CHECKPOINT = 0, 1, 2

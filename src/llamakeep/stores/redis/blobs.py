@@ -16,12 +16,12 @@ import numpy as np
 from llamakeep.errors import BlobRejected
 from llamakeep.states import Buffer
 from llamakeep.stores import envelope
-from llamakeep.stores.breaker import Unreachable
-from llamakeep.stores.redis_keys import RedisKeys
+from llamakeep.stores.redis.breaker import Unreachable
+from llamakeep.stores.redis.keys import RedisKeys
 from llamakeep.tokens import Place
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import Command, RedisLink
+    from llamakeep.stores.redis.link import Command, RedisLink
 
 logger = logging.getLogger("llamakeep")
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llamakeep.stores.redis_index import MAX_LISTED
-from llamakeep.stores.redis_keys import RedisKeys
+from llamakeep.stores.redis.index import MAX_LISTED
+from llamakeep.stores.redis.keys import RedisKeys
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import RedisLink
+    from llamakeep.stores.redis.link import RedisLink
 
 _MAX_DESCRIPTION_BYTES = 1 << 16
 

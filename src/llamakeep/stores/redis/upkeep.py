@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llamakeep.stores.breaker import Unreachable
-from llamakeep.stores.redis_keys import RedisKeys
-from llamakeep.stores.redis_ledger import Entry, RedisLedger
+from llamakeep.stores.redis.breaker import Unreachable
+from llamakeep.stores.redis.keys import RedisKeys
+from llamakeep.stores.redis.ledger import Entry, RedisLedger
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import RedisLink
+    from llamakeep.stores.redis.link import RedisLink
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from llamakeep.stores.breaker import Unreachable
-from llamakeep.stores.redis_keys import RedisKeys
+from llamakeep.stores.redis.breaker import Unreachable
+from llamakeep.stores.redis.keys import RedisKeys
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import Command, RedisLink
+    from llamakeep.stores.redis.link import Command, RedisLink
 
 _PURGED_AT_ONCE = 1000
 _MAX_ROUNDS = 1 << 16

@@ -27,16 +27,16 @@ from typing import Any
 from llamakeep.errors import IntegrityError, InvalidValue, StoreError, whole_number
 from llamakeep.policy import Policy, get_policy
 from llamakeep.states import Block, Buffer, Record
-from llamakeep.stores import archive, audit, catalog, layout, rows
-from llamakeep.stores.archive import Imported, Progress, Target
-from llamakeep.stores.audit import DiskReport
-from llamakeep.stores.catalog import Catalog, DiskEntry, DiskStats
+from llamakeep.stores.disk import archive, audit, catalog, layout, rows
+from llamakeep.stores.disk.archive import Imported, Progress, Target
+from llamakeep.stores.disk.audit import DiskReport
+from llamakeep.stores.disk.catalog import Catalog, DiskEntry, DiskStats
+from llamakeep.stores.disk.files import Files, on_disk
+from llamakeep.stores.disk.index import Index, is_damage
+from llamakeep.stores.disk.room import Room
+from llamakeep.stores.disk.shelf import FileRejected, Shelf
+from llamakeep.stores.disk.tally import Refused, Tally
 from llamakeep.stores.envelope import header_bytes
-from llamakeep.stores.files import Files, on_disk
-from llamakeep.stores.index import Index, is_damage
-from llamakeep.stores.room import Room
-from llamakeep.stores.shelf import FileRejected, Shelf
-from llamakeep.stores.tally import Refused, Tally
 from llamakeep.tokens import NAME_BYTES, Place
 
 _KEEP = {"version", "secret", "symlink"}

@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from llamakeep.errors import StoreError
-from llamakeep.stores.files import private_file, refuse_foreign
-from llamakeep.stores.tally import Refused
+from llamakeep.stores.disk.files import private_file, refuse_foreign
+from llamakeep.stores.disk.tally import Refused
 
 INDEX_FILE = "index.sqlite3"
 LOCK_FILE = "lock"

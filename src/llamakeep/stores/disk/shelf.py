@@ -16,6 +16,8 @@ import numpy as np
 
 from llamakeep.errors import BlobRejected
 from llamakeep.states import Buffer, frozen
+from llamakeep.stores.disk.files import Files
+from llamakeep.stores.disk.pool import BufferPool
 from llamakeep.stores.envelope import (
     Envelope,
     check_secret,
@@ -25,8 +27,6 @@ from llamakeep.stores.envelope import (
     verify,
     wrap,
 )
-from llamakeep.stores.files import Files
-from llamakeep.stores.pool import BufferPool
 from llamakeep.tokens import NAME_BYTES, Place
 
 BLOBS, TEMPORARY = "blobs", "tmp"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from llamakeep.eviction import EvictionQueue
 from llamakeep.policy import Policy
-from llamakeep.stores import rows
-from llamakeep.stores.rows import SEGMENT, Row
+from llamakeep.stores.disk import rows
+from llamakeep.stores.disk.rows import SEGMENT, Row
 
 _AT_ONCE = 64
 _LOOK_AGAIN = 64

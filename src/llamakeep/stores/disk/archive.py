@@ -30,9 +30,9 @@ from blake3 import blake3
 from llamakeep.errors import BlobRejected, StoreError
 from llamakeep.states import Buffer
 from llamakeep.stores.base import Tier
+from llamakeep.stores.disk.pool import BufferPool
+from llamakeep.stores.disk.shelf import FileRejected, Shelf, read_header, read_payload
 from llamakeep.stores.envelope import Envelope, verify
-from llamakeep.stores.pool import BufferPool
-from llamakeep.stores.shelf import FileRejected, Shelf, read_header, read_payload
 from llamakeep.tokens import NAME_BYTES
 
 MAGIC = b"llmkeepx"

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Iterable
 
 from llamakeep.policy import Policy
-from llamakeep.stores import rows
-from llamakeep.stores.index import Index
-from llamakeep.stores.owners import Owner, this_process
-from llamakeep.stores.shelf import Shelf
-from llamakeep.stores.tally import Refused, Tally
-from llamakeep.stores.victims import Victims
+from llamakeep.stores.disk import rows
+from llamakeep.stores.disk.index import Index
+from llamakeep.stores.disk.owners import Owner, this_process
+from llamakeep.stores.disk.shelf import Shelf
+from llamakeep.stores.disk.tally import Refused, Tally
+from llamakeep.stores.disk.victims import Victims
 from llamakeep.tokens import Place
 
 _FULL = "the file system has no room to spare"

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 
 from llamakeep.errors import BlobRejected, StoreError
-from llamakeep.stores.files import is_full
+from llamakeep.stores.disk.files import is_full
 
 logger = logging.getLogger("llamakeep")
 

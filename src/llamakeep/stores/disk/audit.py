@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamakeep.errors import BlobRejected
-from llamakeep.stores import rows
+from llamakeep.stores.disk import rows
+from llamakeep.stores.disk.files import on_disk
+from llamakeep.stores.disk.index import Index
+from llamakeep.stores.disk.shelf import FileRejected, Shelf
 from llamakeep.stores.envelope import Envelope
-from llamakeep.stores.files import on_disk
-from llamakeep.stores.index import Index
-from llamakeep.stores.shelf import FileRejected, Shelf
 
 LEFT_ALONE = {"version", "secret"}
 """Files that are refused for one of these reasons may be good for somebody else."""

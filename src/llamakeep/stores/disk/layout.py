@@ -7,15 +7,15 @@ import stat
 from pathlib import Path
 
 from llamakeep.errors import StoreError
-from llamakeep.stores.files import Files, private_directory, refuse_foreign
-from llamakeep.stores.index import LOCK_FILE, SIDE_FILES, opening
-from llamakeep.stores.shelf import BLOBS, PARTIAL, TEMPORARY
+from llamakeep.stores.disk.files import Files, private_directory, refuse_foreign
+from llamakeep.stores.disk.index import LOCK_FILE, SIDE_FILES, opening
+from llamakeep.stores.disk.shelf import BLOBS, PARTIAL, TEMPORARY
 
 FORMAT_FILE = "FORMAT"
 FORMAT = "llamakeep states, version "
 VERSION = 1
 
-_OURS = {FORMAT_FILE, LOCK_FILE, BLOBS, TEMPORARY, *SIDE_FILES}
+_OURS = {FORMAT_FILE, LOCK_FILE, BLOBS, TEMPORARY, *SIDE_FILES, "fingerprints.json"}
 _HARMLESS = {"lost+found"}
 
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from llamakeep.stores.redis_keys import Spot
+from llamakeep.stores.redis.keys import Spot
 
 _MAX_KNOWN = 1 << 14
 

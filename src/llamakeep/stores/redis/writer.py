@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 from llamakeep.errors import BlobRejected
 from llamakeep.states import Buffer
 from llamakeep.stores import envelope
-from llamakeep.stores.breaker import Unreachable
-from llamakeep.stores.redis_blobs import MAX_CHUNKS, RedisBlobs
-from llamakeep.stores.redis_index import RedisIndex, spot_of
-from llamakeep.stores.redis_keys import RedisKeys, Spot
-from llamakeep.stores.redis_known import KnownBlobs
-from llamakeep.stores.redis_ledger import Entry, RedisLedger, Reservation
+from llamakeep.stores.redis.blobs import MAX_CHUNKS, RedisBlobs
+from llamakeep.stores.redis.breaker import Unreachable
+from llamakeep.stores.redis.index import RedisIndex, spot_of
+from llamakeep.stores.redis.keys import RedisKeys, Spot
+from llamakeep.stores.redis.known import KnownBlobs
+from llamakeep.stores.redis.ledger import Entry, RedisLedger, Reservation
 from llamakeep.tokens import Place
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import RedisLink
+    from llamakeep.stores.redis.link import RedisLink
 
 NOT_OURS = ("secret", "version")
 """Reasons that leave a blob alone: someone else can read it."""

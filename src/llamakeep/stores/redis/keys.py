@@ -6,7 +6,7 @@
     <prefix>:i:{<block>}                      set: where spans start in that block
     <prefix>:i:{<block>}:<start>:<token>      hash: name -> record, of the spans that start there
     <prefix>:namespaces                       hash: namespace -> what it is, as JSON
-    <prefix>:{<prefix>}:<what>                what is kept, counted: see `redis_ledger`
+    <prefix>:{<prefix>}:<what>                what is kept, counted: see `ledger`
 
 What stands in braces decides the node of a cluster: the chunks of a blob are together, and so is
 what is known of a block, and the ledger. Names are in hexadecimal.

@@ -1,7 +1,7 @@
 """Blobs on a Redis or Valkey server, shared by machines.
 
-`redis_keys` draws what is stored under which key, `redis_blobs` how a blob is cut, `redis_index`
-how it is found, `redis_ledger` how all clients together keep to a limit, `redis_link` what happens
+`keys` draws what is stored under which key, `blobs` how a blob is cut, `index`
+how it is found, `ledger` how all clients together keep to a limit, `link` what happens
 when the server does not answer.
 """
 
@@ -23,16 +23,16 @@ from llamakeep.errors import (
 )
 from llamakeep.states import Block, Buffer, Record, frozen
 from llamakeep.stores import envelope
-from llamakeep.stores.breaker import CircuitBreaker, Unreachable
-from llamakeep.stores.redis_blobs import MAX_VALUE_BYTES, RedisBlobs
-from llamakeep.stores.redis_index import RedisIndex
-from llamakeep.stores.redis_keys import RedisKeys
-from llamakeep.stores.redis_known import KnownBlobs
-from llamakeep.stores.redis_ledger import RedisLedger
-from llamakeep.stores.redis_namespaces import RedisNamespaces
-from llamakeep.stores.redis_upkeep import RedisUpkeep, SharedEntry
-from llamakeep.stores.redis_url import parse_redis_url
-from llamakeep.stores.redis_writer import NOT_OURS, RedisWriter
+from llamakeep.stores.redis.blobs import MAX_VALUE_BYTES, RedisBlobs
+from llamakeep.stores.redis.breaker import CircuitBreaker, Unreachable
+from llamakeep.stores.redis.index import RedisIndex
+from llamakeep.stores.redis.keys import RedisKeys
+from llamakeep.stores.redis.known import KnownBlobs
+from llamakeep.stores.redis.ledger import RedisLedger
+from llamakeep.stores.redis.namespaces import RedisNamespaces
+from llamakeep.stores.redis.upkeep import RedisUpkeep, SharedEntry
+from llamakeep.stores.redis.url import parse_redis_url
+from llamakeep.stores.redis.writer import NOT_OURS, RedisWriter
 from llamakeep.tokens import Place
 
 logger = logging.getLogger("llamakeep")
@@ -136,7 +136,7 @@ class RedisStore:
         self._keys = RedisKeys(prefix)
         self._breaker = CircuitBreaker(clock, cooldown_s=cooldown_s, longest_s=longest_cooldown_s)
         try:
-            from llamakeep.stores.redis_link import RedisLink
+            from llamakeep.stores.redis.link import RedisLink
         except ImportError as error:
             raise StoreError(
                 f"{address.shown} needs redis-py: pip install llamakeep[redis]"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamakeep.errors import InvalidValue
-from llamakeep.stores import rows
-from llamakeep.stores.rows import CHECKPOINT, OPAQUE, SEGMENT, Row
+from llamakeep.stores.disk import rows
+from llamakeep.stores.disk.rows import CHECKPOINT, OPAQUE, SEGMENT, Row
 from llamakeep.tokens import IntArray, block_name
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)

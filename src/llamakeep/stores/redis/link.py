@@ -18,9 +18,9 @@ from redis.cluster import ClusterNode
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from llamakeep.stores.breaker import CircuitBreaker, Ticket, Unreachable
-from llamakeep.stores.deadlines import Deadlines, Resolver, TimedSocket
-from llamakeep.stores.redis_url import RedisAddress
+from llamakeep.stores.redis.breaker import CircuitBreaker, Ticket, Unreachable
+from llamakeep.stores.redis.deadlines import Deadlines, Resolver, TimedSocket
+from llamakeep.stores.redis.url import RedisAddress
 
 logger = logging.getLogger("llamakeep")
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from llamakeep.states import Block, Record
 from llamakeep.stores import envelope
-from llamakeep.stores.redis_keys import RedisKeys, Spot
+from llamakeep.stores.redis.keys import RedisKeys, Spot
 from llamakeep.tokens import NAME_BYTES, Kind, Place
 
 if TYPE_CHECKING:
-    from llamakeep.stores.redis_link import Command, RedisLink
+    from llamakeep.stores.redis.link import Command, RedisLink
 
 MAX_LISTED = 1024
 """Records that are read of one spot, and starts of one block. More than that nobody writes."""
