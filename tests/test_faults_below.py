@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import llamakeep
+from llamakeep.stores import envelope
 from tests.redis_servers import Cluster, Server, need_redis_server
 
 pytestmark = pytest.mark.model
@@ -277,3 +279,92 @@ def test_a_cluster_of_three(tiny_llama: Callable[..., Any]) -> None:
         asked.with_keeper(**attach)
     finally:
         cluster.close()
+
+
+# -- sealed, and still wrong -----------------------------------------------------------------------
+
+
+def reseal(path: Path, change: Callable[[np.ndarray], None]) -> None:
+    """Change a state on disk and seal it again, as whoever has no secret to know can."""
+    data = path.read_bytes()
+    n_header, n_payload = envelope.total_bytes(data[: envelope.FIXED_BYTES])
+    before = envelope.parse(data[:n_header])
+    payload = np.frombuffer(data, np.uint8, n_payload, n_header).copy()
+    change(payload)
+    header = envelope.wrap(before.name, payload, before.place, None)
+    path.write_bytes(header + payload.tobytes())
+
+
+def set_u32(at: int, value: int) -> Callable[[np.ndarray], None]:
+    def change(payload: np.ndarray) -> None:
+        payload[at : at + 4] = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
+
+    return change
+
+
+FORGED: dict[str, Callable[[np.ndarray], None]] = {
+    "magic": set_u32(0, 0x12345678),
+    "sequence": set_u32(4, 3),
+    "streams or recurrent cells": set_u32(8, 2),
+    "cells": set_u32(12, 0x7FFFFFFF),
+    "first cell's position": set_u32(16, 5),
+    "first cell's sequences": set_u32(20, 9),
+    "no cells": set_u32(12, 0),
+    "all ones": lambda payload: payload[8:64].fill(0xFF),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("of", ["attention", "recurrent", "hybrid", "swa"])
+def test_fault_69_forged_states_are_refused_before_native_code_sees_them(
+    forged: str, of: str, tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    asked = Asked(tiny_llama(of))
+    asked.with_keeper(cache_dir=cache)
+    for path in sorted(cache.glob("blobs/*/*")):
+        reseal(path, FORGED[forged])
+    asked.with_keeper(cache_dir=cache)
+    asked.with_keeper(cache_dir=cache)
+
+
+def test_fault_39_nothing_is_saved_of_nothing_and_files_that_are_gone_cost_only_reuse(
+    asked: Asked, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with llamakeep.attach(asked.llm, cache_dir=cache) as keeper:
+        asked.llm.reset()
+        keeper._sequence.save()
+        assert keeper.flush(30)
+        assert keeper.stats()["below"]["tiers"]["disk"]["used_bytes"] == 0
+        assert asked.answer(PROMPTS[0]) == asked.expected[0]
+        assert keeper.flush(30)
+        live = keeper.stats()["live_tokens"]
+        for path in cache.glob("blobs/*/*"):
+            path.unlink()
+        keeper._tree.clear()
+        assert keeper.stats()["live_tokens"] == live  # what is live is untouched
+        for index in (1, 0, 2, 0):
+            assert asked.answer(PROMPTS[index]) == asked.expected[index]
+        keeper.check()
+
+
+def test_fault_40_a_text_for_a_model_that_sees_is_kept_as_text(
+    tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A chat handler as picture models have: it evaluates text through the `Llama`."""
+
+    def handler(*, llama: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+        wanted = {key: options[key] for key in ("max_tokens", "temperature")}
+        return llama.create_completion(prompt=prompt, **wanted)
+
+    llm = tiny_llama("attention")
+    llm.chat_handler = handler
+    chat = {"messages": [{"role": "user", "content": COMMON}], "max_tokens": 8, "temperature": 0.0}
+    expected = llm.create_chat_completion(**chat)["choices"][0]["text"]
+    for tier in ("none", "disk"):
+        with llamakeep.attach(llm, cache_dir=tmp_path / "cache") as keeper:
+            assert llm.create_chat_completion(**chat)["choices"][0]["text"] == expected
+            assert keeper.last is not None
+            assert keeper.last.tier == tier
