@@ -443,7 +443,8 @@ class PrefixTree(SpanForest):
         while len(along) > self.max_checkpoints:
             thinned = along.pop(least_missed(sorted(along)))
             self._drop_checkpoint(thinned)
-            self.store.delete(thinned.ref.name)
+            if thinned.tier == "ram":  # what others keep below is theirs
+                self.store.delete(thinned.ref.name)
 
     def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> bytes:
         """Let a longer tail take the place of a shorter one, in a pinned node.
