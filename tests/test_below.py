@@ -64,7 +64,8 @@ class Process:
         self.cold.evaluate(0, prompt)
         assert np.array_equal(self.runtime.logits(), self.cold.logits())
         if flush:
-            assert self.store.flush(10)
+            done = self.store.flush(10)
+            assert done or any(tier.counters for tier in self.store.below)  # refused, and counted
         self.tree.check()
         return reuse
 
@@ -275,6 +276,48 @@ def test_a_hit_in_memory_asks_nobody(start: Any) -> None:
     assert disk.calls.keys() <= {"touch"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_runtime_that_fails_takes_nothing_from_others(kind: dict[str, Any], start: Any) -> None:
+    shared = FakeTier(tier="shared")
+    prompts = [tokens_of(300, seed) for seed in range(3)]
+    for prompt in prompts:
+        start(kind, shared).ask(prompt)
+    kept = set(shared)
+    reader = start(kind, shared, ram=5000)
+    for operation in ("restore", "restore:verify"):
+        for prompt in prompts:
+            reader.forget_live()
+            reader.runtime.fail(operation)
+            reader.ask(prompt)
+    assert kept <= set(shared)
+
+
+def test_fault_31_no_second_limit_evicts_while_memory_is_free(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamakeep import forest
+
+    monkeypatch.setattr(forest, "_MAX_COLD", 20)
+    kind = KINDS[0].values[0]
+    disk = FakeTier()
+    writer = start(kind, disk)
+    others = [tokens_of(200, 100 + seed) for seed in range(12)]
+    for prompt in others:
+        writer.ask(prompt)
+    process = start(kind, disk)
+    process.store._promote_later = lambda *_: None  # type: ignore[method-assign]
+    warm = [tokens_of(200, seed) for seed in range(5)]
+    for prompt in warm:
+        process.ask(prompt)
+    for prompt in others:
+        process.ask(prompt)
+    assert len(process.tree._cold) <= 24  # a prompt's own are let be until it is served
+    assert process.tree.counters.evicted_segments == 0
+    for prompt in warm:
+        process.forget_live()
+        assert process.ask(prompt).tier == "ram"
+
+
 turns = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 220), st.integers(0, 9)),
     min_size=2,
@@ -299,10 +342,11 @@ def test_any_order_of_prompts_restarts_losses_and_failures(
             if process is None or trouble == 0:
                 if process is not None:
                     process.store.close()
-                process = processes[who] = Process(kind, disk, ram=ram, align=align)
+                process = processes[who] = Process(kind, disk.another(), ram=ram, align=align)
             if trouble == 1 and len(disk):
                 disk.delete(sorted(disk)[n_tokens % len(disk)])
-            disk.failing = {2: {"find"}, 3: {"get"}, 4: {"put"}}.get(trouble, set())
+            [tier] = process.store.below
+            tier.failing = {2: {"find"}, 3: {"get"}, 4: {"put"}}.get(trouble, set())  # type: ignore[attr-defined]
             prompt = joined(base[: shared * 50], tails[n_tokens % 3][:n_tokens])
             if trouble == 5:
                 process.forget_live()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def kill_many(where: Path, family: Family) -> None:
             os.close(reader)
             try:
                 work_until_killed(where, family, number, writer)
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(writer)
@@ -138,6 +141,8 @@ def work_together(where: Path, family: Family, n_processes: int) -> None:
                 said = work(where, family, seed, 160 // n_processes)
                 os.write(writer, json.dumps(said).encode())
                 status = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         os.close(writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from llamakeep.fingerprint import Namespace, explain
 from llamakeep.states import Block
 from llamakeep.stores.base import Tier
 from llamakeep.tokens import IntArray, common_prefix, root_name
+
+logger = logging.getLogger("llamakeep")
 
 _MOST_NAMESPACES = 16
 _LEAST_TOKENS = 32
@@ -18,25 +21,36 @@ def kept_elsewhere(tiers: Sequence[Tier], namespace: Namespace, tokens: IntArray
     """Say under which other settings a tier has the beginning of a prompt, or nothing.
 
     Looks at the first block of the prompt, in at most 16 other namespaces of the same tenant: what
-    another tenant has is not looked for.
+    another tenant has is not looked for. Asks no tier over a network, and never fails.
 
     Args:
         tiers: Asked in order; the first that knows is believed.
         namespace: The one that found nothing.
         tokens: The prompt.
     """
-    ours = namespace.describe()
     for tier in tiers:
-        others = [
-            (digest, theirs)
-            for digest, theirs in tier.namespaces().items()
-            if digest != namespace.digest
-            and theirs.get("salt_id") == ours["salt_id"]
-            and theirs.get("salted") == ours["salted"]
-        ]
-        for digest, theirs in others[-_MOST_NAMESPACES:]:
-            if _has_beginning(tier, digest, theirs, tokens):
-                return explain(namespace.differences(theirs))
+        try:
+            found = "" if tier.is_remote else _kept_in(tier, namespace, tokens)
+        except Exception:  # to explain a miss must not cost the answer
+            logger.exception("%r could not be asked for other namespaces", tier)
+        else:
+            if found:
+                return found
+    return ""
+
+
+def _kept_in(tier: Tier, namespace: Namespace, tokens: IntArray) -> str:
+    ours = namespace.describe()
+    others = [
+        (digest, theirs)
+        for digest, theirs in tier.namespaces().items()
+        if digest != namespace.digest
+        and theirs.get("salt_id") == ours["salt_id"]
+        and theirs.get("salted") == ours["salted"]
+    ]
+    for digest, theirs in others[-_MOST_NAMESPACES:]:
+        if _has_beginning(tier, digest, theirs, tokens):
+            return explain(namespace.differences(theirs))
     return ""
 
 

@@ -112,9 +112,27 @@ class SpanForest:
         return self.store.capacity_bytes - self._pinned_bytes
 
     def _forget_cold(self) -> None:
-        """Forget what is only in tiers below, where that is too much: it can be found again."""
-        while len(self._cold) > _MAX_COLD and self._evict_one():
-            pass
+        """Forget what is only in tiers below, where that is too much: it can be found again.
+
+        What was learnt first goes first, as far as nothing in memory hangs off it.
+        """
+        if len(self._cold) <= _MAX_COLD:
+            return
+        for kept in list(self._cold.values()):
+            if self._is_live(kept) and isinstance(kept.ref, CheckpointRef) and not kept.node.pins:
+                self._take_out(kept.node, kept.ref.position)
+            node: SpanNode | None = kept.node
+            while node is not None and self._is_cold_leaf(node):
+                parent = node.parent
+                self._drop_subtree(node)
+                if len(self._cold) <= _MAX_COLD:
+                    return
+                node = parent
+
+    @staticmethod
+    def _is_cold_leaf(node: SpanNode) -> bool:
+        is_leaf = node.parent is not None and not (node.branches or node.pins)
+        return is_leaf and bool(node.n_bytes) and not node.held_bytes
 
     def _evict_one(self) -> bool:
         """Evict what the policy ranks first among leaves and checkpoints that nobody holds.

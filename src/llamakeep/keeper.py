@@ -142,7 +142,7 @@ class Keeper:
             "used_bytes": tree.store.used_bytes,
             "capacity_bytes": tree.store.capacity_bytes,
             "device_bytes": self._sequence.device_bytes,
-            "blobs": len(tree.store),
+            "blobs": len(tree.store.memory),
             "nodes": len(tree),
             "live_tokens": self._sequence.live.n_tokens,
             "family": traits.family.value,
@@ -157,7 +157,8 @@ class Keeper:
         """Return every kept prompt, most recently used first: JSON-ready.
 
         Each has `n_tokens`, `path_bytes` (what it shares with others included), the positions of
-        its `checkpoints`, `hits` and `last_used` (seconds of `time.monotonic`).
+        its `checkpoints`, `hits`, `last_used` (seconds of `time.monotonic`) and `tier`, the lowest
+        that a part of it is in. What is below memory and was not asked for is not among them.
 
         Raises:
             KeeperBusy: While a stream is open in this thread.
@@ -179,10 +180,7 @@ class Keeper:
         with self._turn(own=True) as llm:
             self._tree.clear()
             self._clear_context(llm)
-            self._tree.store.flush()
-            for tier in self._tree.store.below:
-                for namespace in self._introduced:
-                    tier.forget_namespace(namespace)
+            self._tree.store.forget_namespaces(list(self._introduced))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything that is kept is in the tiers below memory too.
@@ -191,8 +189,8 @@ class Keeper:
             timeout: Seconds; None for as long as it takes.
 
         Returns:
-            Whether they were told of all of it. What a tier refuses, because it is full or out of
-            reach, is counted in `stats()["below"]`.
+            Whether all of them have it. What a tier refuses, because it is full or out of reach,
+            is counted in `stats()["below"]`.
 
         Raises:
             KeeperBusy: While a stream is open in this thread.
@@ -607,7 +605,7 @@ class Keeper:
             mode=self._mode,
         )
         self._tell(llm)
-        if reuse.reason == FIRST_TIME and self._tree.store.below:
+        if reuse.reason == FIRST_TIME:
             elsewhere = kept_elsewhere(self._tree.store.below, self._namespace, prompt)
             reuse = replace(reuse, reason=elsewhere or FIRST_TIME)
         self._note(reuse)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llamakeep.tokens import IntArray, Kind
+from llamakeep.tokens import IntArray, Kind, Place
 
 Buffer: TypeAlias = npt.NDArray[np.uint8]
 """The bytes of a kept state: one-dimensional, read-only, shared and never copied."""
@@ -101,6 +101,15 @@ class Block:
     name: bytes
     origin: int
     tokens: IntArray
+
+    def offer(self, name: bytes, place: Place, n_bytes: int, tier: str) -> Record | None:
+        """Return the record of a state at `place`, if its span begins like the prompt here."""
+        offset = place.start - place.origin
+        if (place.block, place.origin) != (self.name, self.origin) or offset >= self.tokens.size:
+            return None
+        if int(self.tokens[offset]) != place.first:
+            return None
+        return Record(place.kind, name, place.start, place.tokens[offset:], n_bytes, tier)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ nothing out; eviction takes leaves first, so what is kept can always be reached.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ from llamakeep.states import (
 from llamakeep.stores.base import TreeStore
 from llamakeep.tokens import IntArray, PathNames, Place, align_down, state_name
 
+logger = logging.getLogger("llamakeep")
+
+_MAX_AVOIDED = 1_024
 _MIN_GAIN = 64
 """Tokens that must be to be gained for a further tier to be asked: that costs a round trip."""
 
@@ -91,6 +95,7 @@ class PrefixTree(SpanForest):
         self.segment_tokens = segment_tokens
         self.max_checkpoints = max_checkpoints
         self._names: dict[bytes, PathNames] = {}
+        self._avoided: dict[bytes, None] = {}  # what a runtime refused for no known reason
 
     def __repr__(self) -> str:
         return f"PrefixTree({self.traits.family.value}, {self.store!r})"
@@ -163,9 +168,7 @@ class PrefixTree(SpanForest):
             The match to be had now.
         """
         deepest = align_down(tokens.size if limit is None else min(limit, tokens.size), align)
-        sources = [
-            (tier.find, _MIN_GAIN if tier.tier == "shared" else 1) for tier in self.store.below
-        ]
+        sources = [(tier.find, _MIN_GAIN if tier.is_remote else 1) for tier in self.store.below]
         for find, least_gain in [(self.store.find_pending, 1), *sources] if sources else []:
             if deepest - max(match.n_tokens, beyond) < least_gain:
                 break
@@ -175,7 +178,11 @@ class PrefixTree(SpanForest):
                 Block(names.block(origin), origin, tokens[origin : origin + self.segment_tokens])
                 for origin in range(first, deepest, self.segment_tokens)
             ]
-            found = find(blocks)
+            try:
+                found = find(blocks)
+            except Exception:  # a tier must not undo a request
+                logger.exception("a tier could not be asked what it has")
+                continue
             # Spans before the checkpoints that sit in them.
             for record in sorted(found, key=lambda it: (it.kind == "checkpoint", it.start, it.end)):
                 self._graft(tokens, names, record)
@@ -201,7 +208,7 @@ class PrefixTree(SpanForest):
         blobs = self.store.get_many([ref.name for ref in refs])
         checkpoint = None
         if match.checkpoint is not None:
-            data = next(blobs)
+            data = _read(blobs)
             if data is None:
                 self._forget(tokens, match.checkpoint)
                 return None
@@ -220,7 +227,7 @@ class PrefixTree(SpanForest):
         refs: Sequence[SegmentRef], blobs: Iterator[Buffer | None]
     ) -> Iterator[Segment]:
         for ref in refs:
-            data = next(blobs)
+            data = _read(blobs)
             if data is None:
                 raise StateLost(f"the state of tokens {ref.start} to {ref.end} is gone", lost=ref)
             yield Segment(ref.start, ref.end, data)
@@ -230,7 +237,7 @@ class PrefixTree(SpanForest):
         ref = match.checkpoint
         if ref is None:
             return None
-        data = next(self.store.get_many([ref.name]))
+        data = _read(self.store.get_many([ref.name]))
         if data is None:
             self._forget(tokens, ref)
             return None
@@ -272,7 +279,8 @@ class PrefixTree(SpanForest):
             match: What was to be restored.
             refused: The state that is not what it should be, which is deleted in every tier; or
                 what is lost, of a `StateLost`. None when that is not known: then the deepest one
-                goes, which costs the least if it was not to blame.
+                goes from memory, which costs the least if it was not to blame, and is not taken
+                from a tier again.
         """
         if isinstance(refused, SegmentRef):
             self._forget(tokens, refused)
@@ -281,8 +289,13 @@ class PrefixTree(SpanForest):
         ref: SegmentRef | CheckpointRef | None = deepest
         if isinstance(refused, Segment):
             ref = next((ref for ref in match.segments if ref.start == refused.start), deepest)
-        if ref is not None:
-            self._forget(tokens, ref, delete=True)
+        if ref is None:
+            return
+        self._forget(tokens, ref, delete=refused is not None)
+        if refused is None:
+            self._avoided[ref.name] = None
+            while len(self._avoided) > _MAX_AVOIDED:
+                del self._avoided[next(iter(self._avoided))]
 
     def checkpoint_positions(self, tokens: IntArray) -> list[int]:
         """Return where the tree has checkpoints along `tokens`, ascending."""
@@ -444,7 +457,7 @@ class PrefixTree(SpanForest):
             thinned = along.pop(least_missed(sorted(along)))
             self._drop_checkpoint(thinned)
             if thinned.tier == "ram":  # what others keep below is theirs
-                self.store.delete(thinned.ref.name)
+                self.store.forget(thinned.ref.name)
 
     def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> bytes:
         """Let a longer tail take the place of a shorter one, in a pinned node.
@@ -492,8 +505,8 @@ class PrefixTree(SpanForest):
             within,
             end == origin + self.segment_tokens,
         )
-        if place.name != record.name:
-            return  # its block goes on otherwise before its span starts
+        if place.name != record.name or record.name in self._avoided:
+            return  # its block goes on otherwise before its span starts; or it was refused before
         with self._pinned(self._path(whole)) as path:
             node, at = path.nodes[-1]
             if record.kind == "checkpoint":
@@ -535,15 +548,12 @@ class PrefixTree(SpanForest):
 
     def settle(self) -> None:
         """Take into memory what was read from tiers below since, as far as there is room."""
-        promoted = [(self._cold.get(name), data) for name, data in self.store.take_promoted()]
-        cold = [(kept, data) for kept, data in promoted if kept and kept.n_bytes == data.nbytes]
-        # From the root on, a span before its checkpoints: as they go down to other tiers.
-        for kept, data in sorted(cold, key=lambda item: (item[0].node.start, item[0].n_tokens)):
-            name = kept.ref.name
-            if self._cold.get(name) is not kept:
-                continue  # offered twice, or dropped to make room for another
+        for name, data, tier in self.store.take_promoted():
+            kept = self._cold.get(name)
+            if kept is None or kept.n_bytes != data.nbytes:
+                continue
             with self._pinned_up(kept.node):
-                if self._make_room(kept.n_bytes) and self.store.admit(name, data, kept.place):
+                if self._make_room(kept.n_bytes) and self.store.admit(name, data, kept.place, tier):
                     kept.tier = "ram"
                     del self._cold[name]
                     self._pinned_bytes += kept.n_bytes
@@ -592,7 +602,7 @@ class PrefixTree(SpanForest):
             else:
                 self._drop_subtree(node)
             if delete:
-                self.store.delete(ref.name)
+                self.store.forget(ref.name)
             return
 
     @contextmanager
@@ -600,3 +610,12 @@ class PrefixTree(SpanForest):
         """Hold everything along `tokens`, as far as the tree knows them, against eviction."""
         with self._pinned(self._path(tokens)):
             yield
+
+
+def _read(blobs: Iterator[Buffer | None]) -> Buffer | None:
+    """Return the next blob; None also when its tier fails, which must not undo a request."""
+    try:
+        return next(blobs, None)
+    except Exception:
+        logger.exception("a tier could not be read")
+        return None

@@ -731,7 +731,8 @@ class FakeRuntime:
         if segments or checkpoint is None or checkpoint.position != n_tokens:
             raise StateRejected(f"a whole state of {n_tokens} tokens is needed, nothing else")
         start = 0 if self._family.has_rows else n_tokens
-        state = self._parse(checkpoint.data, _WHOLE, start, n_tokens)
+        with blaming(checkpoint):
+            state = self._parse(checkpoint.data, _WHOLE, start, n_tokens)
         self._step("restore")
         self.calls.restores += 1
         seq = self._sequences[seq_id]

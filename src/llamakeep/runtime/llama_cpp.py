@@ -618,7 +618,8 @@ class LlamaCppRuntime:
     ) -> None:
         if segments or checkpoint is None or checkpoint.position != n_tokens:
             raise StateRejected(f"a whole state of {n_tokens} tokens is needed, nothing else")
-        check_header(checkpoint.data)
+        with blaming(checkpoint):
+            check_header(checkpoint.data)
         with self._all_or_empty(seq_id):
             self.clear(seq_id)
             self._write(seq_id, checkpoint.data, WHOLE)

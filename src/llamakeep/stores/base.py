@@ -9,7 +9,7 @@ the tree decides, over any number of tiers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llamakeep.states import Block, Buffer, Record
 from llamakeep.tokens import Place
@@ -91,6 +91,14 @@ class Store(Protocol):
         ...  # pragma: no cover - protocol
 
 
+class Promoted(NamedTuple):
+    """A blob that was read from a tier and may come into memory."""
+
+    name: bytes
+    data: Buffer
+    tier: str
+
+
 class TreeStore(Store, Protocol):
     """What a prefix tree keeps its blobs in: memory, and whatever is below it.
 
@@ -142,16 +150,26 @@ class TreeStore(Store, Protocol):
         """Note a path that a prompt of `n_tokens` saved or used, first span first."""
         ...  # pragma: no cover - protocol
 
-    def take_promoted(self) -> list[tuple[bytes, Buffer]]:
-        """Return what was read from below and may come into memory, and forget it."""
+    def take_promoted(self) -> Iterator[Promoted]:
+        """Yield what was read from below and may come into memory, and forget it."""
         ...  # pragma: no cover - protocol
 
-    def admit(self, name: bytes, data: Buffer, place: Place | None = None) -> bool:
-        """Keep in memory what a tier below has too, and in the tiers nearer than that."""
+    def admit(
+        self, name: bytes, data: Buffer, place: Place | None = None, origin: str = ""
+    ) -> bool:
+        """Keep in memory what the tier `origin` has too, and in the tiers nearer than that."""
+        ...  # pragma: no cover - protocol
+
+    def forget(self, name: bytes) -> None:
+        """Drop a blob everywhere, below soon."""
+        ...  # pragma: no cover - protocol
+
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+        """Drop what tiers of our own have of some namespaces. Waits for what is being written."""
         ...  # pragma: no cover - protocol
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the tiers have what is to go down; return whether all was told to them."""
+        """Wait until the tiers have what is to go down; return whether all of them have it."""
         ...  # pragma: no cover - protocol
 
     def close(self, timeout: float | None = None) -> None:
@@ -169,6 +187,12 @@ class Tier(Store, Protocol):
     Nothing that goes wrong outside, a full disk or a dead server, is raised: reading is a miss
     then, writing is refused, and `counters` say how often and why.
     """
+
+    is_remote: bool
+    """Whether asking it costs a round trip over a network."""
+
+    reads_into_its_own: bool
+    """Whether what it reads lies in memory that it wants to use again."""
 
     counters: dict[str, int]
     """What happened, by kind: `written`, `refused_*`, `rejected_*`, `evicted`, `errors_*`, ..."""

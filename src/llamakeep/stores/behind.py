@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -35,28 +32,33 @@ class Job:
 class Behind:
     """A queue of jobs and the thread that does them. From any thread.
 
-    The thread is started by the first job and does not keep the process alive; `close`, at the
-    latest when the process ends, waits for what is in the queue.
+    The thread is started by the first job and does not keep the process alive: whoever has one
+    closes it. In a forked child the queue is empty.
 
     Args:
-        capacity_bytes: Limit on the bytes that jobs hold.
-        drain_s: Seconds that the end of the process waits for the queue.
+        budget: What jobs hold counts against it, from `submit` until they are done.
 
     Attributes:
-        budget: What jobs hold, and what others may hold for a time.
         errors: Jobs that raised; what they raised is logged.
     """
 
-    def __init__(self, capacity_bytes: int, *, drain_s: float = 10.0) -> None:
-        self.budget = ByteBudget(capacity_bytes)
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
         self.errors = 0
-        self._drain_s = drain_s
+        self._closing = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._running: Job | None = None
-        self._closing = False
-        _open.add(self)
+
+    def after_fork(self) -> None:
+        """Begin with an empty queue in a forked child, which has none of its parent's threads."""
+        for job in (*self._jobs, *([self._running] if self._running else [])):
+            job.state = "cancelled"
+        self._begin()
 
     def __len__(self) -> int:
         return len(self._jobs) + (self._running is not None)
@@ -121,8 +123,12 @@ class Behind:
             self._changed.notify_all()
         if done and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        _open.discard(self)
-        return len(given_up)
+        return len(given_up) + (not done and self._running is not None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs now."""
+        return self._running is not None
 
     def _work(self) -> None:
         while True:
@@ -143,15 +149,3 @@ class Behind:
                     self._running = None
                     self.budget.release(job.n_bytes)
                     self._changed.notify_all()
-
-
-_open: weakref.WeakSet[Behind] = weakref.WeakSet()
-
-
-@atexit.register
-def _drain_all() -> None:
-    deadline = time.monotonic() + max((behind._drain_s for behind in _open), default=0.0)
-    for behind in list(_open):
-        given_up = behind.close(max(0.0, deadline - time.monotonic()))
-        if given_up:
-            logger.warning("%d jobs were given up when the process ended", given_up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from llamakeep.tokens import Place
 class FakeTier:
     """Does what a `Tier` does, without a device. From any thread.
 
-    Refuses what does not fit and drops nothing by itself.
+    Refuses what does not fit and drops nothing by itself. After `close` everything is a miss;
+    `another` opens what is there again, as the next process does.
 
     Args:
         capacity_bytes: The limit on bytes.
@@ -29,6 +31,8 @@ class FakeTier:
 
     def __init__(self, capacity_bytes: int = 1 << 40, tier: str = "disk") -> None:
         self.tier = tier
+        self.is_remote = tier == "shared"
+        self.reads_into_its_own = tier == "disk"
         self.counters: Counter[str] = Counter()
         self.failing: set[str] = set()
         self.calls: Counter[str] = Counter()
@@ -40,6 +44,13 @@ class FakeTier:
         self._places: dict[bytes, Place] = {}
         self._described: dict[bytes, dict[str, Any]] = {}
         self._lock = threading.RLock()
+
+    def another(self) -> FakeTier:
+        """Return a tier over the same blobs, as another process opens it: with its own failures."""
+        tier = FakeTier(0, self.tier)
+        tier._blobs, tier._places, tier._lock = self._blobs, self._places, self._lock
+        tier._described = self._described
+        return tier
 
     def __repr__(self) -> str:
         return f"FakeTier({self.tier}, {len(self)} blobs)"
@@ -59,11 +70,12 @@ class FakeTier:
         return n_bytes
 
     def _works(self, method: str, times: int = 1) -> bool:
-        self.calls[method] += times
-        if method in self.failing:
-            self.counters[f"errors_{method}"] += 1
-            return False
-        return True
+        with self._lock:
+            self.calls[method] += times
+            if self.closed or method in self.failing:
+                self.counters[f"errors_{method}"] += not self.closed
+                return False
+            return True
 
     def put(
         self,
@@ -83,7 +95,8 @@ class FakeTier:
 
     def get(self, name: bytes) -> Buffer | None:
         """Return the blob, or None."""
-        return self._blobs.get(name) if self._works("get") else None
+        with self._lock:
+            return self._blobs.get(name) if self._works("get") else None
 
     def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
         """Yield each blob, or None for one that is gone, in order."""
@@ -109,26 +122,32 @@ class FakeTier:
 
     def touch(self, names: Sequence[bytes]) -> None:
         """Count a use of these states."""
-        if self._works("touch", len(names)):
-            self.hits.update(names)
+        with self._lock:
+            if self._works("touch", len(names)):
+                self.hits.update(names)
 
     def supersede(self, old: bytes, new: bytes) -> None:
-        """Drop a tail whose place a longer one took."""
-        if self._works("supersede"):
-            self.delete(old)
+        """Drop a tail whose place a longer one took, if that is here. See `Tier.supersede`."""
+        with self._lock:
+            if self._works("supersede") and old != new and new in self._blobs:
+                self.delete(old)
 
     def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         """Remember what the parts of a namespace are."""
-        self._described[namespace] = dict(description)
+        with self._lock:
+            if not self.closed:
+                self._described[namespace] = copy.deepcopy(dict(description))
 
     def namespaces(self) -> dict[bytes, dict[str, Any]]:
         """Return the descriptions of the namespaces that were introduced."""
-        return dict(self._described)
+        with self._lock:
+            return {} if self.closed else copy.deepcopy(self._described)
 
     def forget_namespace(self, namespace: bytes) -> None:
         """Drop all states of a namespace."""
-        for name in [n for n, place in self._places.items() if place.namespace == namespace]:
-            self.delete(name)
+        with self._lock:
+            for name in [n for n, place in self._places.items() if place.namespace == namespace]:
+                self.delete(name)
 
     def delete(self, name: bytes) -> bool:
         """Drop the blob; return whether it was there."""
@@ -145,18 +164,20 @@ class FakeTier:
             self._blobs.clear()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._blobs
+        return name in self._blobs and not self.closed
 
     def __len__(self) -> int:
-        return len(self._blobs)
+        return 0 if self.closed else len(self._blobs)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._blobs)
+        with self._lock:
+            return iter(() if self.closed else self._blobs)
 
     def check(self, *, fix: bool = False) -> None:
         """Compare what is counted with what is kept."""
-        self._blobs.check(fix=fix)
+        with self._lock:
+            self._blobs.check(fix=fix)
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Let go; from then on everything is a miss. Again does nothing."""
         self.closed = True

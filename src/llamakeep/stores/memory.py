@@ -10,7 +10,7 @@ from blake3 import blake3
 from llamakeep.budget import ByteBudget
 from llamakeep.errors import IntegrityError, OverBudget
 from llamakeep.states import Block, Buffer, Record, frozen
-from llamakeep.stores.base import Tier
+from llamakeep.stores.base import Promoted, Tier
 from llamakeep.tokens import Place
 
 
@@ -184,10 +184,19 @@ class MemoryStore:
     def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
         """Do nothing: the tree keeps its own recency."""
 
-    def take_promoted(self) -> list[tuple[bytes, Buffer]]:
-        """Return nothing: nothing comes from below."""
-        return []
+    def take_promoted(self) -> Iterator[Promoted]:
+        """Yield nothing: nothing comes from below."""
+        return iter(())
 
-    def admit(self, name: bytes, data: Buffer, place: Place | None = None) -> bool:
+    def forget(self, name: bytes) -> None:
+        """Drop a blob."""
+        self.delete(name)
+
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+        """Do nothing: there are no tiers."""
+
+    def admit(
+        self, name: bytes, data: Buffer, place: Place | None = None, origin: str = ""
+    ) -> bool:
         """Keep a blob if there is room."""
         return self.put(name, data.nbytes, lambda: data)

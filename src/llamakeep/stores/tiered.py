@@ -1,27 +1,31 @@
 """Memory over tiers that outlive the process: reads fall through, writes go down behind.
 
-What is put is in memory at once, and in the queue for the tiers below. A read that memory cannot
+What is put is in memory at once, and in a queue for each tier below. A read that memory cannot
 serve asks the tiers in order; what it found is offered to memory afterwards (`take_promoted`),
 because only the tree knows what may be evicted for it. Nothing here waits for a device or a
-network, except a read that has nowhere else to go.
+network, except a read that has nowhere else to go, and the methods that say so.
 """
 
 from __future__ import annotations
 
-import itertools
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from llamakeep.budget import ByteBudget
 from llamakeep.errors import OverBudget, whole_number
 from llamakeep.states import Block, Buffer, Record, frozen
-from llamakeep.stores.base import Tier
+from llamakeep.stores.base import Promoted, Tier
 from llamakeep.stores.behind import Behind, Job
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tokens import Place
@@ -29,26 +33,26 @@ from llamakeep.tokens import Place
 logger = logging.getLogger("llamakeep")
 
 QUEUE_BYTES = 256 << 20
-"""Default limit on the bytes that wait to be written."""
+"""Default limit on the bytes that the queues hold and memory does not."""
 _WORTH_A_THREAD = 1 << 20
 _END: Any = object()
 _MAX_TOUCHED = 65_536
-"""Uses that wait to be told to the tiers; more than these are not told."""
+"""Uses that wait to be told to a tier; more than these are not told."""
 
 
 class _Write:
-    """A blob on its way down.
+    """A blob that some tier lacks.
 
     Attributes:
         missing: The tiers that lack it.
-        data: The blob while it is in the queue; None while memory alone holds it.
+        data: The blob, when memory no longer holds it; it counts against the queue's limit then.
         sightings: Prompts that used it since it was put.
-        admitted: It is to go down as soon as there is room in the queue.
+        admitted: It is to go down.
         instead_of: Tails whose place it takes.
-        job: The job that writes it, while there is one.
+        jobs: The jobs that write it, by tier, while they wait or run.
     """
 
-    __slots__ = ("admitted", "data", "instead_of", "job", "missing", "place", "sightings")
+    __slots__ = ("admitted", "data", "instead_of", "jobs", "missing", "place", "sightings")
 
     def __init__(self, place: Place | None, missing: Sequence[Tier]) -> None:
         self.place = place
@@ -57,20 +61,22 @@ class _Write:
         self.sightings = 0
         self.admitted = False
         self.instead_of: list[bytes] = []
-        self.job: Job | None = None
+        self.jobs: dict[Tier, Job] = {}
 
 
 class TieredStore:
-    """Memory over tiers, nearest first. One thread at a time; its own thread writes behind.
+    """Memory over tiers, nearest first. One thread at a time; its own threads write behind.
 
     Args:
         memory: Holds what was put; its capacity is this store's.
-        below: The tiers, nearest first.
-        queue_bytes: Limit on the bytes that wait to be written, or to be taken into memory. They
-            are held besides the memory's capacity when memory has evicted them meanwhile.
+        below: The tiers, nearest first. Each has a queue and a thread of its own, so that a slow
+            one does not hold up the others.
+        queue_bytes: Limit on what is held besides memory: blobs that memory has evicted and that
+            still wait to be written, and blobs that were read from below and may come into
+            memory. One blob for each tier, the one that is being written, can come on top.
         second_sighting: A state goes down only when a second prompt has used it.
         min_tokens: States of prompts shorter than this do not go down.
-        drain_s: Seconds that the end of the process waits for the queue.
+        drain_s: Seconds that the end of the process waits for the queues.
 
     Raises:
         InvalidValue: For a negative number.
@@ -96,21 +102,41 @@ class TieredStore:
         self.counters: Counter[str] = Counter()
         self._second_sighting = second_sighting
         self._min_tokens = whole_number("min_tokens", min_tokens, 0)
-        self._behind = Behind(whole_number("queue_bytes", queue_bytes, 0), drain_s=drain_s)
-        self._lock = threading.Lock()
-        self._counting = threading.Lock()
+        self._drain_s = drain_s
+        self._budget = ByteBudget(whole_number("queue_bytes", queue_bytes, 0))
+        self._behind = {tier: Behind(self._budget) for tier in below}
         self._writes: dict[bytes, _Write] = {}  # what some tier lacks, by name
-        self._deleted: Counter[bytes] = Counter()  # deletions on their way down
-        self._touched: dict[bytes, None] = {}
-        self._touching = False
-        self._reader = ThreadPoolExecutor(1, "llamakeep-read")
-        self._ready: list[tuple[bytes, Buffer]] = []
-        self._origin: dict[bytes, Tier] = {}  # of what is ready
         self._closed = False
+        self._begin()
+        _open.add(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._deleted: Counter[bytes] = Counter()  # deletions on their way down
+        self._touched: dict[Tier, dict[bytes, None]] = {tier: {} for tier in self.below}
+        self._ready: dict[bytes, Promoted] = {}
+        self._reader = ThreadPoolExecutor(1, "llamakeep-read")
+
+    def _after_fork(self) -> None:
+        """Begin anew with what memory holds: a forked child has none of its parent's threads."""
+        self._budget = ByteBudget(self._budget.capacity_bytes)
+        for behind in self._behind.values():
+            behind.budget = self._budget
+            behind.after_fork()
+        self._begin()
+        for name, write in list(self._writes.items()):
+            write.data = None
+            write.jobs.clear()
+            if not self.memory.holds(name):
+                del self._writes[name]
 
     def __repr__(self) -> str:
         tiers = ", ".join(map(repr, (self.memory, *self.below)))
         return f"TieredStore({tiers})"
+
+    def _count(self, what: str, times: int = 1) -> None:
+        with self._lock:
+            self.counters[what] += times
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -165,47 +191,56 @@ class TieredStore:
         self, name: bytes, n_bytes: int, produce: Callable[[], Buffer], place: Place
     ) -> str:
         """Keep a blob in the tiers alone. See `TreeStore.put_below`."""
-        budget = self._behind.budget
         if not self.below or self._second_sighting or place.end < self._min_tokens:
             return ""
-        if name in self._writes or self._is_below(name):
-            return self.below[0].tier
-        if n_bytes > budget.free_bytes:
-            self._count("dropped_queue_full")
-            return ""
-        data = produce()
-        with self._lock:
-            write = self._writes[name] = _Write(place, self.below)
-            write.admitted = True
-        if self._send(name, frozen(data)):
-            return self.below[0].tier
-        with self._lock:
-            self._writes.pop(name, None)
-        return ""
-
-    def _count(self, what: str, times: int = 1) -> None:
-        with self._counting:
-            self.counters[what] += times
+        if name not in self._writes:
+            try:
+                self._budget.reserve(n_bytes)
+            except OverBudget:
+                self._count("dropped_queue_full")
+                return ""
+            write = _Write(place, self.below)
+            try:
+                write.data = frozen(produce())
+            except BaseException:
+                self._budget.release(n_bytes)
+                raise
+            with self._lock:
+                self._writes[name] = write
+            self._send(name)
+        return self.below[0].tier
 
     def evict(self, name: bytes) -> None:
-        """Drop a blob from memory; what is in the queue or below stays."""
+        """Drop a blob from memory; what waits to be written and what is below stays."""
+        data = self.memory.get(name)
         self.memory.evict(name)
         with self._lock:
             write = self._writes.get(name)
-            if write is not None and write.data is None:
-                del self._writes[name]
+            if write is None or data is None or write.data is not None:
+                return
+            if write.jobs:
+                try:
+                    self._budget.reserve(data.nbytes)
+                except OverBudget:
+                    self.counters["dropped_queue_full"] += 1
+                else:
+                    write.data = data
+                    return
+            del self._writes[name]
+        self._cancel(write)
 
-    def admit(self, name: bytes, data: Buffer, place: Place | None = None) -> bool:
-        """Keep in memory what a tier has, and soon in the tiers nearer than that."""
+    def admit(
+        self, name: bytes, data: Buffer, place: Place | None = None, origin: str = ""
+    ) -> bool:
+        """Keep in memory what the tier `origin` has, and soon in the tiers nearer than that."""
         if not self.memory.admit(name, data):
             return False
-        with self._lock:
-            origin = self._origin.pop(name, None)
-            nearer = self.below[: self.below.index(origin)] if origin in self.below else ()
-            if nearer and name not in self._writes:
-                self._writes[name] = _Write(place, nearer)
-                self._writes[name].admitted = True
+        tiers = [tier.tier for tier in self.below]
+        nearer = self.below[: tiers.index(origin)] if origin in tiers else ()
         if nearer:
+            with self._lock:
+                write = self._writes.setdefault(name, _Write(place, nearer))
+            write.admitted = True
             self._send(name)
         return True
 
@@ -214,7 +249,7 @@ class TieredStore:
     def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
         """Note a path that a prompt saved or used: what is to go down goes. See `TreeStore.seen`.
 
-        What a full queue or a failing tier kept from going down goes when it is seen again.
+        What a failing tier did not take is sent to it again.
         """
         for name in names:
             write = self._writes.get(name)
@@ -224,50 +259,69 @@ class TieredStore:
             write.admitted |= n_tokens >= self._min_tokens and (
                 write.sightings > 0 or not self._second_sighting
             )
-            if write.admitted and not self._send(name):
+            if not write.admitted:
                 break  # nothing goes down without what it hangs off
+            self._send(name)
         if used:
             self._tell(names)
 
-    def _send(self, name: bytes, data: Buffer | None = None) -> bool:
-        """Put a blob into the queue; return whether it is there or needs not be."""
+    def _send(self, name: bytes) -> None:
+        """Put a blob into the queue of every tier that lacks it."""
         with self._lock:
             write = self._writes.get(name)
-            if write is None or write.data is not None:
-                return True
-            if not write.missing:
-                del self._writes[name]
-                return True
-            data = self.memory.get(name) if data is None else data
-            if data is None:
-                del self._writes[name]
-                return False
-            write.data = data
-        write.job = self._behind.submit(lambda: self._write(name, write), data.nbytes)
-        if write.job is None:
-            with self._lock:
-                write.data = None
-            self._count("dropped_queue_full")
-            return False
-        return True
+            if write is None:
+                return
+            write.admitted = True
+            for tier in write.missing:
+                if tier not in write.jobs:
+                    job = self._behind[tier].submit(self._writing(tier, name, write))
+                    if job is not None:
+                        write.jobs[tier] = job
 
-    def _write(self, name: bytes, write: _Write) -> None:
-        data = write.data
-        if data is None:  # pragma: no cover - a cancelled job does not run
-            return
-        for tier in list(write.missing):
-            if tier.put(name, data.nbytes, lambda: data, write.place):
-                write.missing.remove(tier)
-                self._count(f"written_{tier.tier}")
-                for old in write.instead_of:
-                    tier.supersede(old, name)
-            else:
-                self._count(f"refused_{tier.tier}")
+    def _writing(self, tier: Tier, name: bytes, write: _Write) -> Callable[[], None]:
+        def run() -> None:
+            data, done = self._data_of(name, write), False
+            if data is not None:
+                done = tier.put(name, data.nbytes, partial(_itself, data), write.place)
+                self._count(f"{'written' if done else 'refused'}_{tier.tier}")
+            for old in write.instead_of if done else ():
+                tier.supersede(old, name)
+            del data
+            self._end(tier, name, write, done=done)
+
+        return run
+
+    def _data_of(self, name: bytes, write: _Write) -> Buffer | None:
         with self._lock:
-            write.data = write.job = None
-            # What memory still holds may go down later, to a tier that failed.
-            if self._writes.get(name) is write and not (write.missing and self.memory.holds(name)):
+            return write.data if write.data is not None else self.memory.get(name)
+
+    def _end(self, tier: Tier, name: bytes, write: _Write, *, done: bool) -> None:
+        """Note that a job is done. What memory still holds may be sent again."""
+        with self._lock:
+            write.jobs.pop(tier, None)
+            if done:
+                write.missing.remove(tier)
+            if write.jobs:
+                return
+            if write.data is not None:
+                self._budget.release(write.data.nbytes)
+                write.data = None
+            held = self.memory.holds(name)
+            if self._writes.get(name) is write and not (write.missing and held):
                 del self._writes[name]
+
+    def _cancel(self, write: _Write) -> None:
+        """Take back the jobs of a blob that nobody needs below any more."""
+        with self._lock:
+            jobs = list(write.jobs.items())
+        taken_back = [tier for tier, job in jobs if self._behind[tier].cancel(job)]
+        with self._lock:
+            self.counters["cancelled"] += len(taken_back)
+            for tier in taken_back:
+                write.jobs.pop(tier, None)
+            if not write.jobs and write.data is not None:
+                self._budget.release(write.data.nbytes)
+                write.data = None
 
     def supersede(self, old: bytes, new: bytes) -> None:
         """Drop a tail whose place a longer one took, everywhere. See `TreeStore.supersede`."""
@@ -276,79 +330,82 @@ class TieredStore:
             before = self._writes.pop(old, None)
             after = self._writes.get(new)
             replaced = [old, *(before.instead_of if before is not None else ())]
-            attached = after is not None and after.data is None
+            attached = after is not None and not after.jobs
             if after is not None and attached:
                 after.instead_of += replaced  # nothing goes before what takes its place is there
-        if before is not None and before.job is not None and self._behind.cancel(before.job):
-            self._count("cancelled")
-        if not attached and self.below:
-            self._behind.submit(lambda: self._supersede(replaced, new))
-
-    def _supersede(self, replaced: Sequence[bytes], new: bytes) -> None:
-        for tier in self.below:
-            for old in replaced:
-                tier.supersede(old, new)
+        if before is not None:
+            self._cancel(before)
+        if not attached:
+            for tier, behind in self._behind.items():
+                behind.submit(_superseding(tier, replaced, new))
 
     def _tell(self, names: Sequence[bytes]) -> None:
         """Let the tiers know of a use, soon."""
-        with self._lock:
-            if not self.below or len(self._touched) >= _MAX_TOUCHED:
-                return
-            self._touched.update(dict.fromkeys(names))
-            if self._touching:
-                return
-            self._touching = True
-        if self._behind.submit(self._touch) is None:
-            self._touching = False
+        for tier, behind in self._behind.items():
+            with self._lock:
+                touched = self._touched[tier]
+                is_queued = bool(touched)
+                if len(touched) < _MAX_TOUCHED:
+                    touched.update(dict.fromkeys(names))
+            if not is_queued and behind.submit(self._touching(tier)) is None:
+                self._touched[tier] = {}
 
-    def _touch(self) -> None:
-        with self._lock:
-            names, self._touched, self._touching = list(self._touched), {}, False
-        for tier in self.below:
+    def _touching(self, tier: Tier) -> Callable[[], None]:
+        def run() -> None:
+            with self._lock:
+                names, self._touched[tier] = list(self._touched[tier]), {}
             tier.touch(names)
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the tiers have what is to go down; return whether they were all told.
+        return run
 
-        What a tier refuses, because it is full or out of reach, counts as told.
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the tiers have what is to go down.
 
         Args:
             timeout: Seconds; None for as long as it takes.
+
+        Returns:
+            Whether each of these states is in every tier now. False also when a tier refused one,
+            because it is full, out of reach or closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        told: set[bytes] = set()
-        while True:
-            with self._lock:
-                left = [n for n, w in self._writes.items() if w.admitted and n not in told]
-            sent = list(itertools.takewhile(self._send, left))
-            told.update(sent)
+        with self._lock:
+            due = [(name, write) for name, write in self._writes.items() if write.admitted]
+        for name, _ in due:
+            self._send(name)
+        for behind in self._behind.values():
             rest = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._behind.flush(rest):
+            if not behind.flush(rest):
                 return False
-            if not sent:
-                return not left
+        return not any(write.missing for _, write in due)
 
-    def close(self, timeout: float | None = 10.0) -> None:
-        """Write what is in the queue, then let go of the tiers. Again: does nothing.
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is to go down, then let go of the tiers. Again: does nothing.
 
         Args:
-            timeout: Seconds to wait for the queue; what is left then is dropped and counted.
+            timeout: Seconds to wait; None for `drain_s`. What is left then is dropped and counted.
         """
         if self._closed:
             return
         self._closed = True
-        dropped = self._behind.close(timeout)
+        deadline = time.monotonic() + (self._drain_s if timeout is None else timeout)
+        self.flush(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            left = sum(write.admitted for write in self._writes.values())
+        for behind in self._behind.values():
+            behind.close(max(0.0, deadline - time.monotonic()))
+        self._count("dropped_at_close", left)
+        if left:
+            logger.warning("%d states did not reach the tiers below", left)
         self._reader.shutdown()
-        self._count("dropped_at_close", dropped)
-        if dropped:
-            logger.warning("%d states and notes did not reach the tiers below in time", dropped)
         for tier in self.below:
             tier.close()
+        _open.discard(self)
 
     # -- reading -------------------------------------------------------------------------------
 
     def get(self, name: bytes) -> Buffer | None:
-        """Return the blob, from memory or the nearest tier that has it; or None.
+        """Return the blob, from memory or the nearest tier that has it; or None. May wait.
 
         What comes from a tier is taken into memory where there is free room.
         """
@@ -356,16 +413,16 @@ class TieredStore:
         if data is not None or name in self._deleted:
             return data
         for tier in self.below:
-            data = tier.get(name)
-            if data is not None:
-                copy = frozen(np.array(data))
-                if self.memory.admit(name, copy):
+            found = tier.get(name)
+            if found is not None:
+                # The tier may want its own memory back.
+                if self.memory.put(name, found.nbytes, partial(_copy_of, found)):
                     self._count(f"promoted_{tier.tier}")
-                return copy
+                return found
         return None
 
     def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Yield each blob, or None, in order. See `Tier.get_many`.
+        """Yield each blob, or None, in order. See `Tier.get_many`. May wait.
 
         What a tier below served is read into memory of its own behind, and offered by
         `take_promoted`.
@@ -383,17 +440,18 @@ class TieredStore:
                 if data is None and name in source:
                     tier = source[name]
                     data = next(readers[tier])
-                    if data is not None:
-                        if tier is self.below[0] and tier.tier == "disk":
-                            served.append((name, tier, data.nbytes))
-                        else:
-                            self._offer(name, data, tier)
+                    if data is not None and tier.reads_into_its_own:
+                        served.append((name, tier, data.nbytes))
+                    elif data is not None and self._reserve(name, data.nbytes):
+                        self._offer(name, data, tier)
                 yield data
         finally:
+            for reader in readers.values():
+                reader.close()
             for name, tier, n_bytes in served:
                 self._promote_later(name, tier, n_bytes)
 
-    def _read_ahead(self, blobs: Iterator[Buffer | None]) -> Iterator[Buffer | None]:
+    def _read_ahead(self, blobs: Iterator[Buffer | None]) -> Generator[Buffer | None, None, None]:
         """Yield blobs; while a large one is used, the next one is read and compared."""
         data = next(blobs, _END)
         while data is not _END:
@@ -418,108 +476,147 @@ class TieredStore:
         """Return the tier to read from. The last one is not asked before it is read."""
         return next((tier for tier in self.below[:-1] if name in tier), self.below[-1])
 
-    def _promote_later(self, name: bytes, tier: Tier, n_bytes: int) -> None:
-        """Read a blob again, into memory that is not the tier's, behind the requests."""
-        if n_bytes > self.memory.capacity_bytes:
-            return
+    # -- coming up -----------------------------------------------------------------------------
 
-        def promote() -> None:
-            data = tier.get(name)
-            if data is not None:
-                self._offer(name, frozen(np.array(data)), tier)
-
-        self._behind.submit(promote)
-
-    def _offer(self, name: bytes, data: Buffer, tier: Tier) -> None:
-        if data.nbytes > self.memory.capacity_bytes or self.memory.holds(name):
-            return
+    def _reserve(self, name: bytes, n_bytes: int) -> bool:
+        """Take room for a blob that is to be offered to memory."""
+        if n_bytes > self.memory.capacity_bytes or self.memory.holds(name):
+            return False
         try:
-            self._behind.budget.reserve(data.nbytes)
+            self._budget.reserve(n_bytes)
         except OverBudget:
             self._count("dropped_queue_full")
-            return
-        with self._lock:
-            self._ready.append((name, data))
-            self._origin[name] = tier
-        self._count(f"promoted_{tier.tier}")
+            return False
+        return True
 
-    def take_promoted(self) -> list[tuple[bytes, Buffer]]:
-        """Return what was read from below and may come into memory, and forget it."""
-        if not self._ready:
-            return []
+    def _promote_later(self, name: bytes, tier: Tier, n_bytes: int) -> None:
+        """Read a blob again, behind the requests, into memory that is not the tier's.
+
+        To hold on to what was read would cost the request more: the tier would have to read the
+        rest of the prompt into memory that was not used before.
+        """
+
+        def promote() -> None:
+            if not self._reserve(name, n_bytes):
+                return
+            data = tier.get(name)
+            if data is None or data.nbytes != n_bytes:
+                self._budget.release(n_bytes)
+            else:
+                self._offer(name, _copy_of(data), tier)
+
+        self._behind[tier].submit(promote)
+
+    def _offer(self, name: bytes, data: Buffer, tier: Tier) -> None:
+        """Offer a blob, for which there is room, to memory."""
         with self._lock:
-            ready, self._ready = self._ready, []
-            self._origin = {name: self._origin[name] for name, _ in ready}
-        self._behind.budget.release(sum(data.nbytes for _, data in ready))
-        return ready
+            if name in self._ready:
+                self._budget.release(data.nbytes)
+                return
+            self._ready[name] = Promoted(name, data, tier.tier)
+            self.counters[f"promoted_{tier.tier}"] += 1
+
+    def take_promoted(self) -> Iterator[Promoted]:
+        """Yield what was read from below and may come into memory, and forget it."""
+        while self._ready:
+            with self._lock:
+                promoted = self._ready.pop(next(iter(self._ready)))
+            try:
+                yield promoted
+            finally:
+                self._budget.release(promoted.data.nbytes)
 
     def find_pending(self, blocks: Sequence[Block]) -> list[Record]:
-        """Return what is on its way down and begins like the prompt. See `Tier.find`."""
+        """Return what only the queues hold and begins like the prompt. See `Tier.find`."""
         by_name = {block.name: block for block in blocks}
         found = []
         with self._lock:
             for name, write in self._writes.items():
-                place, data = write.place, write.data
-                block = by_name.get(place.block) if place is not None else None
-                if place is None or data is None or block is None:
+                block = by_name.get(write.place.block) if write.place is not None else None
+                if write.data is None or block is None or write.place is None:
                     continue
-                offset = place.start - place.origin
-                if offset < block.tokens.size and int(block.tokens[offset]) == place.first:
-                    tokens = place.tokens[offset:]
-                    tier = self.below[0].tier
-                    found.append(Record(place.kind, name, place.start, tokens, data.nbytes, tier))
+                record = block.offer(name, write.place, write.data.nbytes, self.below[0].tier)
+                found += [record] if record is not None else []
         return found
 
     # -- everywhere ----------------------------------------------------------------------------
 
-    def _is_below(self, name: bytes) -> bool:
-        return name not in self._deleted and any(name in tier for tier in self.below)
-
-    def delete(self, name: bytes) -> bool:
-        """Drop the blob everywhere; return whether it was there."""
-        there = self.memory.delete(name)
+    def forget(self, name: bytes) -> None:
+        """Drop the blob everywhere, below soon."""
+        self.memory.delete(name)
         with self._lock:
             write = self._writes.pop(name, None)
-        there = there or write is not None or self._is_below(name)
-        if write is not None and write.job is not None and self._behind.cancel(write.job):
-            self._count("cancelled")
-        if self.below:
-            with self._lock:
-                self._deleted[name] += 1
-            if self._behind.submit(lambda: self._delete(name)) is None:
-                self._delete(name)
-        return there
+            if self.below:
+                self._deleted[name] += len(self.below)
+        if write is not None:
+            self._cancel(write)
+        for tier, behind in self._behind.items():
+            if behind.submit(self._deleting(tier, name)) is None:
+                self._deleting(tier, name)()
 
-    def _delete(self, name: bytes) -> None:
-        for tier in self.below:
-            tier.delete(name)
-        with self._lock:
-            self._deleted[name] -= 1
-            self._deleted += Counter()  # forget those that are done
+    def _deleting(self, tier: Tier, name: bytes) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                tier.delete(name)
+            finally:
+                with self._lock:
+                    self._deleted[name] -= 1
+                    self._deleted += Counter()  # forget those that are done
+
+        return run
+
+    def delete(self, name: bytes) -> bool:
+        """Drop the blob everywhere; return whether it was there. May wait, to know that."""
+        there = name in self
+        self.forget(name)
+        return there
 
     def clear(self) -> None:
         """Drop everything everywhere. Waits for what is being written."""
         with self._lock:
-            jobs = [write.job for write in self._writes.values() if write.job is not None]
+            writes = list(self._writes.values())
             self._writes.clear()
-        for job in jobs:
-            self._behind.cancel(job)
-        self._behind.flush()
-        self.take_promoted()
+        for write in writes:
+            self._cancel(write)
+        for behind in self._behind.values():
+            behind.flush()
+        for _ in self.take_promoted():
+            pass
         self.memory.clear()
         for tier in self.below:
             tier.clear()
 
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+        """Drop what tiers of our own have of some namespaces; what is on its way there, too.
+
+        Waits for what is being written.
+        """
+        with self._lock:
+            mine = [
+                name
+                for name, write in self._writes.items()
+                if write.place is not None and write.place.namespace in namespaces
+            ]
+            writes = [self._writes.pop(name) for name in mine]
+        for write in writes:
+            self._cancel(write)
+        for tier, behind in self._behind.items():
+            behind.flush()
+            for namespace in namespaces:
+                tier.forget_namespace(namespace)
+
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, bytes):
             return False
-        return name in self.memory or self._in_memory(name) is not None or self._is_below(name)
+        if self._in_memory(name) is not None:
+            return True
+        return name not in self._deleted and any(name in tier for tier in self.below)
 
     def _names(self) -> set[bytes]:
-        names = set(self.memory)
         with self._lock:
-            names.update(name for name, write in self._writes.items() if write.data is not None)
+            names = {name for name, write in self._writes.items() if write.data is not None}
             gone = set(self._deleted)
+        names.update(self.memory)
         for tier in self.below:
             names.update(name for name in tier if name not in gone)
         return names
@@ -539,19 +636,57 @@ class TieredStore:
 
     def stats(self) -> dict[str, Any]:
         """Return what waits, what was dropped and why, and each tier's counters; JSON-ready."""
+        with self._lock:
+            counters = dict(self.counters)
         return {
-            "queue_bytes": self._behind.budget.used_bytes,
-            "queue_capacity_bytes": self._behind.budget.capacity_bytes,
-            "queue_peak_bytes": self._behind.budget.peak_bytes,
-            "queued": len(self._behind),
-            "errors": self._behind.errors,
-            **self.counters,
+            "queue_bytes": self._budget.used_bytes,
+            "queue_capacity_bytes": self._budget.capacity_bytes,
+            "queue_peak_bytes": self._budget.peak_bytes,
+            "queued": sum(map(len, self._behind.values())),
+            "errors": sum(behind.errors for behind in self._behind.values()),
+            **counters,
             "tiers": {tier.tier: self._stats_of(tier) for tier in self.below},
         }
 
     @staticmethod
     def _stats_of(tier: Tier) -> dict[str, Any]:
-        if tier.tier == "shared":  # what it has is asked over a network: see `RedisStore.stats`
+        if tier.is_remote:  # what it has is asked over a network: see `RedisStore.stats`
             return dict(tier.counters)
         used, capacity = tier.used_bytes, tier.capacity_bytes
         return {"used_bytes": used, "capacity_bytes": capacity, **tier.counters}
+
+
+def _itself(data: Buffer) -> Buffer:
+    return data
+
+
+def _copy_of(data: Buffer) -> Buffer:
+    return frozen(np.array(data))
+
+
+def _superseding(tier: Tier, replaced: Sequence[bytes], new: bytes) -> Callable[[], None]:
+    def run() -> None:
+        for old in replaced:
+            tier.supersede(old, new)
+
+    return run
+
+
+_open: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _drain_all() -> None:
+    """Let what is to go down go, before the process ends."""
+    deadline = time.monotonic() + max((store._drain_s for store in _open), default=0.0)
+    for store in list(_open):
+        store.close(max(0.0, deadline - time.monotonic()))
+
+
+def _after_fork() -> None:
+    for store in list(_open):
+        store._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
