@@ -142,6 +142,9 @@ def test_a_directory_that_cannot_be_used_is_an_error_and_the_model_stays_as_it_w
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StoreError, match="file"):
         llamakeep.attach(llm, cache_dir=tmp_path / "file")
+    for wrong in (5, True, b"bytes", "a\0b"):
+        with pytest.raises(InvalidValue, match="cache_dir must be a path"):
+            llamakeep.attach(llm, cache_dir=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidValue, match="disk_bytes"):
         llamakeep.attach(llm, cache_dir=tmp_path / "cache", disk_bytes=-1)
     assert llm.n_tokens == 3

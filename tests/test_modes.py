@@ -23,6 +23,14 @@ def test_a_block_has_its_mode_and_the_next_one_another(name: str) -> None:
     assert current_mode() is Mode.ON
 
 
+def test_a_block_can_be_entered_again() -> None:
+    off = llamakeep.mode("off")
+    for _ in range(2):
+        with off, off:
+            assert current_mode() is Mode.OFF
+        assert current_mode() is Mode.ON
+
+
 def test_an_error_inside_gives_the_mode_back() -> None:
     with pytest.raises(ZeroDivisionError), llamakeep.mode("off"):
         raise ZeroDivisionError

@@ -76,6 +76,8 @@ class Namespace:
         build: What computes, see `LlamaCppRuntime.build_facts`.
         adapters: LoRA adapters. llama.cpp adds them up in an order of its own and leaves out those
             of scale 0; so here they are sorted, and those are left out.
+        seal: Which secret seals what leaves the process, see `envelope.seal_id`; empty for none.
+            States of another secret cannot be used, and must not be in the way.
         salt: A tenant's secret, text or its UTF-8 bytes; tenants with different salts share
             nothing. Empty for none.
         model_name: File name of the model, for people; no part of the digest.
@@ -92,6 +94,7 @@ class Namespace:
     context: Settings = field(default_factory=dict)
     build: Settings = field(default_factory=dict)
     adapters: tuple[Adapter, ...] = ()
+    seal: str = ""
     salt: str | bytes = ""
     model_name: str = ""
     _secret: bytes = field(init=False)
@@ -136,6 +139,7 @@ class Namespace:
             "context": _plain(self.context, "context"),
             "build": _plain(self.build, "build"),
             "layout": self.layout,
+            "seal": self.seal,
         }
 
     @cached_property
@@ -225,6 +229,7 @@ _FIRST: Final = (
     "rolling",
     "context",
     "build",
+    "seal",
     "layout",
 )
 
@@ -318,6 +323,8 @@ def _say(difference: Difference) -> str:
     part = _shown(difference.part)
     if part in ("salted", "salt_id"):
         return "kept with another salt"
+    if difference.part == "seal":
+        return "kept with another secret" if difference.theirs else "kept without a secret"
     if difference.theirs is None:
         return f"kept without {part}, now {_shown(difference.ours)}"
     kept = f"kept with {part}={_shown(difference.theirs)}"

@@ -20,7 +20,7 @@ from llamakeep.runtime.base import Traits
 from llamakeep.spans import Kept, SpanNode, TreeCounters, TreeEntry
 from llamakeep.states import CheckpointRef, SegmentRef
 from llamakeep.stores.base import TreeStore
-from llamakeep.tokens import IntArray
+from llamakeep.tokens import IntArray, Place
 
 logger = logging.getLogger("llamakeep")
 
@@ -67,8 +67,15 @@ class SpanForest:
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def _kept(self, node: SpanNode, ref: SegmentRef | CheckpointRef, tier: str) -> Kept:
+    def _kept(
+        self,
+        node: SpanNode,
+        ref: SegmentRef | CheckpointRef,
+        tier: str,
+        place: Place | None = None,
+    ) -> Kept:
         kept = Kept(node, ref, tier, self._clock(), next(self._numbers))
+        kept.place = place if self.store.below else None
         if kept.tier != "ram" and ref.n_bytes:
             self._cold[ref.name] = kept
         return kept
@@ -81,10 +88,17 @@ class SpanForest:
         else:
             self._queue.push(kept)
 
-    def _hang(self, path: Path[SpanNode], tokens: IntArray, ref: SegmentRef, tier: str) -> SpanNode:
+    def _hang(
+        self,
+        path: Path[SpanNode],
+        tokens: IntArray,
+        ref: SegmentRef,
+        tier: str,
+        place: Place | None = None,
+    ) -> SpanNode:
         """Hang a new span, the end of `ref`, off the end of a pinned path, as part of that."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
-        node.segment = self._kept(node, ref, tier)
+        node.segment = self._kept(node, ref, tier, place)
         self._roots.setdefault(self.namespace, path.nodes[0][0])
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))

@@ -39,6 +39,7 @@ from llamakeep.modes import Mode, current_mode
 from llamakeep.policy import Policy, get_policy
 from llamakeep.sequence import FIRST_TIME, KeptSequence
 from llamakeep.states import Reuse
+from llamakeep.stores.envelope import seal_id
 from llamakeep.tiers import TierSettings
 from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from llamakeep.tree import PrefixTree
@@ -785,6 +786,7 @@ def attach(
             context=runtime.context_settings(llm, rope_factors=model.rope_factors),
             build=runtime.build_facts(),
             adapters=kept_adapters,
+            seal=seal_id(settings.secret),
             salt=settings.salt,
             model_name=Path(llm.model_path).name,
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 
 from llamakeep.errors import InvalidValue
 
@@ -41,8 +40,22 @@ def current_mode() -> Mode:
     return _current.get()
 
 
-@contextmanager
-def mode(wanted: str | Mode) -> Iterator[Mode]:
+class _Block(AbstractContextManager[Mode]):
+    """A block in which calls have a mode; it may be entered again, also inside itself."""
+
+    def __init__(self, wanted: Mode) -> None:
+        self._mode = wanted
+        self._before: list[Token[Mode]] = []
+
+    def __enter__(self) -> Mode:
+        self._before.append(_current.set(self._mode))
+        return self._mode
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._before.pop())
+
+
+def mode(wanted: str | Mode) -> AbstractContextManager[Mode]:
     """Let the calls inside this block reuse and keep what `wanted` allows.
 
     Of this thread (or task) alone. A stream keeps the mode that it was opened in.
@@ -63,8 +76,4 @@ def mode(wanted: str | Mode) -> Iterator[Mode]:
     except ValueError:
         known = ", ".join(item.value for item in Mode)
         raise InvalidValue(f"mode must be one of {known}, not {wanted!r}") from None
-    token = _current.set(chosen)
-    try:
-        yield chosen
-    finally:
-        _current.reset(token)
+    return _Block(chosen)

@@ -17,7 +17,7 @@ class Kept:
         node: The span it belongs to.
         ref: Its name, position and size.
         tier: The tier it was last known in: `ram`, or the name of one below.
-        place: Where it belongs, for what came from a tier below.
+        place: Where it belongs; None where there are no bytes.
         created: When it was kept.
         last_used: When it was kept or used.
         sequence: Ascending in the order of keeping.

@@ -74,6 +74,13 @@ class TierSettings:
         def text(name: str, given: str | None) -> str:
             return env.get(ENVIRONMENT[name], "") if given is None else given
 
+        texts: dict[str, object] = {"redis_url": redis_url, "secret": secret, "salt": salt}
+        for name, value in texts.items():
+            if not (value is None or isinstance(value, str)):
+                raise InvalidValue(f"{name} must be text, not {type(value).__name__}")
+        where: object = cache_dir
+        if not (where is None or isinstance(where, (str, Path))) or "\0" in str(where):
+            raise InvalidValue(f"cache_dir must be a path, not {where!r}")
         directory = text("cache_dir", None if cache_dir is None else str(cache_dir))
         if disk_bytes is None and env.get(ENVIRONMENT["disk_bytes"]):
             try:

@@ -220,7 +220,7 @@ class PathNames:
                 f"no {kind} of tokens {start} to {end}: the path has {self._tokens.size}, in "
                 f"blocks of {self._block_tokens}"
             )
-        tokens = self._tokens[origin:end]
+        tokens = self._tokens[origin:end].copy()  # places live longer than prompts
         closes = end == origin + self._block_tokens
         return Place(kind, self._namespace, self.block(origin), origin, start, tokens, closes)
 

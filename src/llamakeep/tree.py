@@ -43,7 +43,7 @@ from llamakeep.states import (
     Segment,
     SegmentRef,
 )
-from llamakeep.stores.base import TreeStore
+from llamakeep.stores.base import State, TreeStore
 from llamakeep.tokens import IntArray, PathNames, Place, align_down, state_name
 
 logger = logging.getLogger("llamakeep")
@@ -262,7 +262,7 @@ class PrefixTree(SpanForest):
             for kept in (node.segment, node.checkpoints.get(n_tokens)):
                 if kept is not None:
                     kept.last_used, kept.hits = now, kept.hits + 1
-                    used += [kept.ref.name] if kept.n_bytes else []
+                    used += [State(kept.ref.name, kept.place)] if kept.n_bytes else []
         if used:
             self.store.seen(used, int(tokens.size), used=True)
 
@@ -358,11 +358,11 @@ class PrefixTree(SpanForest):
                 read_bytes += n_bytes
                 if grows:
                     reread_bytes += segment_bytes(at - start) if self.traits.segments else 0
-                    shorter = self._grow(node, tokens[at:end], ref, tier)
+                    shorter = self._grow(node, tokens[at:end], ref, tier, place)
                     if self.traits.segments:
                         self.store.supersede(shorter, ref.name)
                 else:
-                    node = self._hang(path, tokens[at:end], ref, tier)
+                    node = self._hang(path, tokens[at:end], ref, tier, place)
                 at = end
             self._pass_on(path, tokens.size)
         self._forget_cold()
@@ -432,9 +432,10 @@ class PrefixTree(SpanForest):
                 with self._pinned(path):
                     tier = self._keep(ref, place, lambda: read().data)
                     if tier:
-                        self._put_in(node, position, self._kept(node, ref, tier))
+                        kept = self._kept(node, ref, tier, place)
+                        self._put_in(node, position, kept)
                         self._thin_out(path)
-                        self.store.seen([ref.name], position, used=False)
+                        self._pass_on(path, position, kept)
                         return True
         finally:
             if self._is_useless(node):
@@ -459,7 +460,9 @@ class PrefixTree(SpanForest):
             if thinned.tier == "ram":  # what others keep below is theirs
                 self.store.forget(thinned.ref.name)
 
-    def _grow(self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str) -> bytes:
+    def _grow(
+        self, node: SpanNode, more: IntArray, ref: SegmentRef, tier: str, place: Place
+    ) -> bytes:
         """Let a longer tail take the place of a shorter one, in a pinned node.
 
         Returns:
@@ -467,7 +470,7 @@ class PrefixTree(SpanForest):
         """
         old, before = node.segment, node.held_bytes
         node.extend(more)
-        node.segment = self._kept(node, ref, tier)
+        node.segment = self._kept(node, ref, tier, place)
         self._pinned_bytes += node.held_bytes - before
         if old is None:  # pragma: no cover - every node but a root has one
             return b""
@@ -475,11 +478,13 @@ class PrefixTree(SpanForest):
         self._cold.pop(old.ref.name, None)
         return old.ref.name
 
-    def _pass_on(self, path: Path[SpanNode], n_tokens: int) -> None:
+    def _pass_on(self, path: Path[SpanNode], n_tokens: int, *more: Kept) -> None:
         """Tell the store which states a prompt of `n_tokens` goes through."""
-        if self.store.below and self.traits.segments:
-            names = [node.segment.ref.name for node, _ in path.nodes if node.segment is not None]
-            self.store.seen(names, n_tokens, used=False)
+        if not self.store.below:
+            return
+        segments = [node.segment for node, _ in path.nodes if node.segment is not None]
+        states = [*(segments if self.traits.segments else ()), *more]
+        self.store.seen([State(k.ref.name, k.place) for k in states], n_tokens, used=False)
 
     # -- what comes from tiers below ---------------------------------------------------------
 
@@ -515,11 +520,9 @@ class PrefixTree(SpanForest):
                 ref = SegmentRef(record.name, record.start, end, record.n_bytes)
                 self.counters.discovered += 1
                 if self._may_grow(node, at) and record.start <= self._start_of(node):
-                    self.store.evict(self._grow(node, whole[at:end], ref, record.tier))
+                    self.store.evict(self._grow(node, whole[at:end], ref, record.tier, place))
                 else:
-                    node = self._hang(path, whole[at:end], ref, record.tier)
-                if node.segment is not None:
-                    node.segment.place = place
+                    self._hang(path, whole[at:end], ref, record.tier, place)
 
     def _graft_checkpoint(
         self,
@@ -542,9 +545,7 @@ class PrefixTree(SpanForest):
         if self.traits.rolling and at >= position and position not in node.checkpoints:
             self.counters.discovered += 1
             ref = CheckpointRef(record.name, position, record.n_bytes)
-            kept = self._kept(node, ref, record.tier)
-            kept.place = place
-            self._put_in(node, position, kept)
+            self._put_in(node, position, self._kept(node, ref, record.tier, place))
 
     def settle(self) -> None:
         """Take into memory what was read from tiers below since, as far as there is room."""

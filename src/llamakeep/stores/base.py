@@ -91,6 +91,13 @@ class Store(Protocol):
         ...  # pragma: no cover - protocol
 
 
+class State(NamedTuple):
+    """A state's name, and where it belongs."""
+
+    name: bytes
+    place: Place | None
+
+
 class Promoted(NamedTuple):
     """A blob that was read from a tier and may come into memory."""
 
@@ -146,7 +153,7 @@ class TreeStore(Store, Protocol):
         """Yield each blob, or None for one that is gone, in order. See `Tier.get_many`."""
         ...  # pragma: no cover - protocol
 
-    def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
+    def seen(self, path: Sequence[State], n_tokens: int, *, used: bool) -> None:
         """Note a path that a prompt of `n_tokens` saved or used, first span first."""
         ...  # pragma: no cover - protocol
 
@@ -216,8 +223,16 @@ class Tier(Store, Protocol):
         """
         ...  # pragma: no cover - protocol
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Count a use of these states, so that they are dropped later."""
+    def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:
+        """Note that these states are wanted, so that they are dropped later.
+
+        Args:
+            names: Of the states along a path.
+            hit: They were used, and that counts; otherwise only what lies behind them was saved.
+
+        Returns:
+            Those that are not here, as far as that could be found out.
+        """
         ...  # pragma: no cover - protocol
 
     def supersede(self, old: bytes, new: bytes) -> None:

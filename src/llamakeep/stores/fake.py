@@ -120,11 +120,13 @@ class FakeTier:
                     found.append(Record(place.kind, name, place.start, tokens, n_bytes, self.tier))
         return found
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Count a use of these states."""
+    def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:
+        """Count a use of these states; return those that are not here."""
         with self._lock:
-            if self._works("touch", len(names)):
-                self.hits.update(names)
+            if not self._works("touch", len(names)):
+                return []
+            self.hits.update(names if hit else ())
+            return [name for name in names if name not in self._blobs]
 
     def supersede(self, old: bytes, new: bytes) -> None:
         """Drop a tail whose place a longer one took, if that is here. See `Tier.supersede`."""

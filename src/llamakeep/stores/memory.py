@@ -10,7 +10,7 @@ from blake3 import blake3
 from llamakeep.budget import ByteBudget
 from llamakeep.errors import IntegrityError, OverBudget
 from llamakeep.states import Block, Buffer, Record, frozen
-from llamakeep.stores.base import Promoted, Tier
+from llamakeep.stores.base import Promoted, State, Tier
 from llamakeep.tokens import Place
 
 
@@ -181,7 +181,7 @@ class MemoryStore:
         """Yield each blob, or None for one that is gone, in order."""
         return map(self.get, names)
 
-    def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
+    def seen(self, path: Sequence[State], n_tokens: int, *, used: bool) -> None:
         """Do nothing: the tree keeps its own recency."""
 
     def take_promoted(self) -> Iterator[Promoted]:

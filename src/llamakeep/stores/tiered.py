@@ -25,8 +25,8 @@ import numpy as np
 from llamakeep.budget import ByteBudget
 from llamakeep.errors import OverBudget, whole_number
 from llamakeep.states import Block, Buffer, Record, frozen
-from llamakeep.stores.base import Promoted, Tier
-from llamakeep.stores.behind import Behind, Job
+from llamakeep.stores.base import Promoted, State, Tier
+from llamakeep.stores.behind import Behind
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tokens import Place
 
@@ -36,8 +36,8 @@ QUEUE_BYTES = 256 << 20
 """Default limit on the bytes that the queues hold and memory does not."""
 _WORTH_A_THREAD = 1 << 20
 _END: Any = object()
-_MAX_TOUCHED = 65_536
-"""Uses that wait to be told to a tier; more than these are not told."""
+_MAX_JOBS = 4_096
+"""Paths that wait to be told to a tier; of more than these, uses are not told."""
 
 
 class _Write:
@@ -49,19 +49,25 @@ class _Write:
         sightings: Prompts that used it since it was put.
         admitted: It is to go down.
         instead_of: Tails whose place it takes.
-        jobs: The jobs that write it, by tier, while they wait or run.
+        path: The states that lead to it, and it.
+        queued: The tiers whose queue it is in.
     """
 
-    __slots__ = ("admitted", "data", "instead_of", "jobs", "missing", "place", "sightings")
+    __slots__ = ("admitted", "data", "instead_of", "missing", "path", "queued", "sightings")
 
-    def __init__(self, place: Place | None, missing: Sequence[Tier]) -> None:
-        self.place = place
+    def __init__(self, path: Sequence[State], missing: Sequence[Tier]) -> None:
+        self.path = path
         self.missing = list(missing)
         self.data: Buffer | None = None
         self.sightings = 0
         self.admitted = False
         self.instead_of: list[bytes] = []
-        self.jobs: dict[Tier, Job] = {}
+        self.queued: set[Tier] = set()
+
+    @property
+    def place(self) -> Place | None:
+        """Where it belongs."""
+        return self.path[-1].place
 
 
 class TieredStore:
@@ -113,7 +119,6 @@ class TieredStore:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._deleted: Counter[bytes] = Counter()  # deletions on their way down
-        self._touched: dict[Tier, dict[bytes, None]] = {tier: {} for tier in self.below}
         self._ready: dict[bytes, Promoted] = {}
         self._reader = ThreadPoolExecutor(1, "llamakeep-read")
 
@@ -126,7 +131,7 @@ class TieredStore:
         self._begin()
         for name, write in list(self._writes.items()):
             write.data = None
-            write.jobs.clear()
+            write.queued.clear()
             if not self.memory.holds(name):
                 del self._writes[name]
 
@@ -181,10 +186,12 @@ class TieredStore:
             return self.memory.admit(name, on_its_way)
         if not self.memory.put(name, n_bytes, produce, place):
             return False
+        path = (State(name, place),)
         with self._lock:
-            self._writes.setdefault(name, _Write(place, self.below))
+            write = self._writes.setdefault(name, _Write(path, self.below))
+            write.admitted |= place is None
         if place is None:
-            self._send(name)
+            self._send(path)
         return True
 
     def put_below(
@@ -199,15 +206,15 @@ class TieredStore:
             except OverBudget:
                 self._count("dropped_queue_full")
                 return ""
-            write = _Write(place, self.below)
+            write = _Write((State(name, place),), self.below)
             try:
                 write.data = frozen(produce())
             except BaseException:
                 self._budget.release(n_bytes)
                 raise
+            write.admitted = True
             with self._lock:
                 self._writes[name] = write
-            self._send(name)
         return self.below[0].tier
 
     def evict(self, name: bytes) -> None:
@@ -218,7 +225,7 @@ class TieredStore:
             write = self._writes.get(name)
             if write is None or data is None or write.data is not None:
                 return
-            if write.jobs:
+            if write.queued:
                 try:
                     self._budget.reserve(data.nbytes)
                 except OverBudget:
@@ -227,7 +234,6 @@ class TieredStore:
                     write.data = data
                     return
             del self._writes[name]
-        self._cancel(write)
 
     def admit(
         self, name: bytes, data: Buffer, place: Place | None = None, origin: str = ""
@@ -238,125 +244,122 @@ class TieredStore:
         tiers = [tier.tier for tier in self.below]
         nearer = self.below[: tiers.index(origin)] if origin in tiers else ()
         if nearer:
+            path = (State(name, place),)
             with self._lock:
-                write = self._writes.setdefault(name, _Write(place, nearer))
-            write.admitted = True
-            self._send(name)
+                self._writes.setdefault(name, _Write(path, nearer)).admitted = True
+            self._send(path)
         return True
 
     # -- going down ----------------------------------------------------------------------------
 
-    def seen(self, names: Sequence[bytes], n_tokens: int, *, used: bool) -> None:
+    def seen(self, path: Sequence[State], n_tokens: int, *, used: bool) -> None:
         """Note a path that a prompt saved or used: what is to go down goes. See `TreeStore.seen`.
 
-        What a failing tier did not take is sent to it again.
+        A tier that lost something of the path since, or did not take it, gets it again.
         """
-        for name in names:
-            write = self._writes.get(name)
-            if write is None:
-                continue
-            write.sightings += used
-            write.admitted |= n_tokens >= self._min_tokens and (
-                write.sightings > 0 or not self._second_sighting
-            )
-            if not write.admitted:
-                break  # nothing goes down without what it hangs off
-            self._send(name)
-        if used:
-            self._tell(names)
-
-    def _send(self, name: bytes) -> None:
-        """Put a blob into the queue of every tier that lacks it."""
+        is_news = False
         with self._lock:
-            write = self._writes.get(name)
-            if write is None:
-                return
-            write.admitted = True
-            for tier in write.missing:
-                if tier not in write.jobs:
-                    job = self._behind[tier].submit(self._writing(tier, name, write))
-                    if job is not None:
-                        write.jobs[tier] = job
+            for index, state in enumerate(path):
+                write = self._writes.get(state.name)
+                if write is None:
+                    continue
+                write.sightings += used
+                write.admitted |= n_tokens >= self._min_tokens and (
+                    write.sightings > 0 or not self._second_sighting
+                )
+                if not write.admitted:
+                    path = path[:index]  # nothing goes down without what it hangs off
+                    break
+                write.path = path[: index + 1]
+                is_news = True
+        if path and (used or is_news):
+            self._send(path, used=used)
 
-    def _writing(self, tier: Tier, name: bytes, write: _Write) -> Callable[[], None]:
-        def run() -> None:
-            data, done = self._data_of(name, write), False
-            if data is not None:
-                done = tier.put(name, data.nbytes, partial(_itself, data), write.place)
-                self._count(f"{'written' if done else 'refused'}_{tier.tier}")
-            for old in write.instead_of if done else ():
-                tier.supersede(old, name)
-            del data
-            self._end(tier, name, write, done=done)
+    def _send(self, path: Sequence[State], *, used: bool = False) -> None:
+        """Let every tier know of a path, and take what it lacks of it, soon."""
+        for tier, behind in self._behind.items():
+            with self._lock:
+                lacked = [
+                    write
+                    for state in path
+                    if (write := self._writes.get(state.name)) and tier in write.missing
+                ]
+                if not lacked and len(behind) > _MAX_JOBS:
+                    continue
+                if behind.submit(partial(self._take_down, tier, path, used)) is not None:
+                    for write in lacked:
+                        write.queued.add(tier)
 
-        return run
+    def _take_down(self, tier: Tier, path: Sequence[State], used: bool) -> None:
+        """Put into a tier what it lacks of a path, from the root on, as far as that is here."""
+        try:
+            absent = set(tier.touch([state.name for state in path], hit=used))
+            for name, place in path:
+                write = self._writes.get(name)
+                if name not in absent and (write is None or tier not in write.missing):
+                    continue
+                data = self._in_memory(name)
+                if data is None:
+                    break  # nothing goes down without what it hangs off
+                if not tier.put(name, data.nbytes, partial(_itself, data), place):
+                    self._count(f"refused_{tier.tier}")
+                    break
+                self._count(f"written_{tier.tier}")
+                if write is not None:
+                    self._note_written(tier, name, write)
+        finally:
+            self._end(tier, path)
 
-    def _data_of(self, name: bytes, write: _Write) -> Buffer | None:
+    def _note_written(self, tier: Tier, name: bytes, write: _Write) -> None:
         with self._lock:
-            return write.data if write.data is not None else self.memory.get(name)
+            if tier in write.missing:
+                write.missing.remove(tier)
+            replaced = list(write.instead_of)
+        for old in replaced:
+            tier.supersede(old, name)
 
-    def _end(self, tier: Tier, name: bytes, write: _Write, *, done: bool) -> None:
+    def _end(self, tier: Tier, path: Sequence[State]) -> None:
         """Note that a job is done. What memory still holds may be sent again."""
         with self._lock:
-            write.jobs.pop(tier, None)
-            if done:
-                write.missing.remove(tier)
-            if write.jobs:
-                return
-            if write.data is not None:
-                self._budget.release(write.data.nbytes)
-                write.data = None
-            held = self.memory.holds(name)
-            if self._writes.get(name) is write and not (write.missing and held):
-                del self._writes[name]
+            for name, _ in path:
+                write = self._writes.get(name)
+                if write is None:
+                    continue
+                write.queued.discard(tier)
+                if write.queued:
+                    continue
+                self._let_go(write)
+                if not (write.missing and self.memory.holds(name)):
+                    del self._writes[name]
 
-    def _cancel(self, write: _Write) -> None:
-        """Take back the jobs of a blob that nobody needs below any more."""
+    def _let_go(self, write: _Write) -> None:
+        """Give up the blob that a write holds on to. Under the lock."""
+        if write.data is not None:
+            self._budget.release(write.data.nbytes)
+            write.data = None
+
+    def _drop(self, name: bytes) -> _Write | None:
+        """Forget that a blob is to go down."""
         with self._lock:
-            jobs = list(write.jobs.items())
-        taken_back = [tier for tier, job in jobs if self._behind[tier].cancel(job)]
-        with self._lock:
-            self.counters["cancelled"] += len(taken_back)
-            for tier in taken_back:
-                write.jobs.pop(tier, None)
-            if not write.jobs and write.data is not None:
-                self._budget.release(write.data.nbytes)
-                write.data = None
+            write = self._writes.pop(name, None)
+            if write is not None:
+                self._let_go(write)
+        return write
 
     def supersede(self, old: bytes, new: bytes) -> None:
         """Drop a tail whose place a longer one took, everywhere. See `TreeStore.supersede`."""
         self.memory.evict(old)
+        before = self._drop(old)
+        if before is not None and before.queued:
+            self._count("cancelled")
+        replaced = [old, *(before.instead_of if before is not None else ())]
         with self._lock:
-            before = self._writes.pop(old, None)
             after = self._writes.get(new)
-            replaced = [old, *(before.instead_of if before is not None else ())]
-            attached = after is not None and not after.jobs
+            attached = after is not None and not after.queued
             if after is not None and attached:
                 after.instead_of += replaced  # nothing goes before what takes its place is there
-        if before is not None:
-            self._cancel(before)
-        if not attached:
-            for tier, behind in self._behind.items():
-                behind.submit(_superseding(tier, replaced, new))
-
-    def _tell(self, names: Sequence[bytes]) -> None:
-        """Let the tiers know of a use, soon."""
-        for tier, behind in self._behind.items():
-            with self._lock:
-                touched = self._touched[tier]
-                is_queued = bool(touched)
-                if len(touched) < _MAX_TOUCHED:
-                    touched.update(dict.fromkeys(names))
-            if not is_queued and behind.submit(self._touching(tier)) is None:
-                self._touched[tier] = {}
-
-    def _touching(self, tier: Tier) -> Callable[[], None]:
-        def run() -> None:
-            with self._lock:
-                names, self._touched[tier] = list(self._touched[tier]), {}
-            tier.touch(names)
-
-        return run
+        for tier, behind in self._behind.items() if not attached else ():
+            behind.submit(_superseding(tier, replaced, new))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the tiers have what is to go down.
@@ -370,14 +373,15 @@ class TieredStore:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            due = [(name, write) for name, write in self._writes.items() if write.admitted]
-        for name, _ in due:
-            self._send(name)
+            due = [write for write in self._writes.values() if write.admitted]
+            idle = [write.path for write in due if not write.queued]
+        for path in idle:
+            self._send(path)
         for behind in self._behind.values():
             rest = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not behind.flush(rest):
                 return False
-        return not any(write.missing for _, write in due)
+        return not any(write.missing for write in due)
 
     def close(self, timeout: float | None = None) -> None:
         """Write what is to go down, then let go of the tiers. Again: does nothing.
@@ -544,12 +548,10 @@ class TieredStore:
     def forget(self, name: bytes) -> None:
         """Drop the blob everywhere, below soon."""
         self.memory.delete(name)
-        with self._lock:
-            write = self._writes.pop(name, None)
-            if self.below:
+        self._drop(name)
+        if self.below:
+            with self._lock:
                 self._deleted[name] += len(self.below)
-        if write is not None:
-            self._cancel(write)
         for tier, behind in self._behind.items():
             if behind.submit(self._deleting(tier, name)) is None:
                 self._deleting(tier, name)()
@@ -573,11 +575,8 @@ class TieredStore:
 
     def clear(self) -> None:
         """Drop everything everywhere. Waits for what is being written."""
-        with self._lock:
-            writes = list(self._writes.values())
-            self._writes.clear()
-        for write in writes:
-            self._cancel(write)
+        for name in list(self._writes):
+            self._drop(name)
         for behind in self._behind.values():
             behind.flush()
         for _ in self.take_promoted():
@@ -597,9 +596,8 @@ class TieredStore:
                 for name, write in self._writes.items()
                 if write.place is not None and write.place.namespace in namespaces
             ]
-            writes = [self._writes.pop(name) for name in mine]
-        for write in writes:
-            self._cancel(write)
+        for name in mine:
+            self._drop(name)
         for tier, behind in self._behind.items():
             behind.flush()
             for namespace in namespaces:
@@ -638,8 +636,10 @@ class TieredStore:
         """Return what waits, what was dropped and why, and each tier's counters; JSON-ready."""
         with self._lock:
             counters = dict(self.counters)
+            ready_bytes = sum(promoted.data.nbytes for promoted in self._ready.values())
         return {
-            "queue_bytes": self._budget.used_bytes,
+            "queue_bytes": self._budget.used_bytes - ready_bytes,
+            "ready_bytes": ready_bytes,
             "queue_capacity_bytes": self._budget.capacity_bytes,
             "queue_peak_bytes": self._budget.peak_bytes,
             "queued": sum(map(len, self._behind.values())),
