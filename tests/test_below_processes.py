@@ -79,6 +79,7 @@ def kill_many(where: Path, family: Family) -> None:
                 work_until_killed(where, family, number, writer)
             except Exception:
                 traceback.print_exc()
+                raise
             finally:
                 os._exit(1)
         os.close(writer)
@@ -143,6 +144,7 @@ def work_together(where: Path, family: Family, n_processes: int) -> None:
                 status = 0
             except Exception:
                 traceback.print_exc()
+                raise
             finally:
                 os._exit(status)
         os.close(writer)

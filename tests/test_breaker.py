@@ -29,14 +29,14 @@ def breaker(clock: Clock) -> CircuitBreaker:
 
 
 def fail(breaker: CircuitBreaker) -> None:
-    ticket = breaker.enter(patient=True)
+    ticket = breaker.enter() or breaker.probe()
     assert ticket is not None
     assert breaker.failed(ticket)
 
 
 def test_all_pass_while_the_server_answers(breaker: CircuitBreaker) -> None:
     for _ in range(3):
-        ticket = breaker.enter(patient=False)
+        ticket = breaker.enter()
         assert ticket is not None
         assert not ticket.probe
         breaker.succeeded(ticket)
@@ -46,36 +46,28 @@ def test_all_pass_while_the_server_answers(breaker: CircuitBreaker) -> None:
 def test_one_failure_stops_all(breaker: CircuitBreaker, clock: Clock) -> None:
     fail(breaker)
     assert breaker.state == "open"
-    for patient in (True, False):
-        assert breaker.enter(patient=patient) is None
-    clock.now += 0.999
-    assert breaker.enter(patient=True) is None
+    assert (breaker.enter(), breaker.probe(), breaker.wait_s()) == (None, None, 1.0)
+    clock.now += 0.75
+    assert (breaker.enter(), breaker.probe(), breaker.wait_s()) == (None, None, 0.25)
 
 
-def test_after_the_cooldown_one_probe_passes(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_after_the_cooldown_one_probe_passes_and_nothing_else(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
+    assert breaker.probe() is None  # nobody has to find anything out
     fail(breaker)
-    clock.now += 1.0
-    ticket = breaker.enter(patient=True)
+    clock.now += 1000.0
+    assert breaker.enter() is None  # a request is no probe, however long it was
+    assert breaker.wait_s() == 0.0
+    ticket = breaker.probe()
     assert ticket is not None
     assert ticket.probe
     assert breaker.state == "half-open"
     clock.now += 1000
-    assert breaker.enter(patient=True) is None
+    assert (breaker.enter(), breaker.probe()) == (None, None)
     breaker.succeeded(ticket)
     assert breaker.state == "closed"
-    assert breaker.enter(patient=False) is not None
-
-
-def test_who_reads_probes_after_twice_the_cooldown_only(
-    breaker: CircuitBreaker, clock: Clock
-) -> None:
-    fail(breaker)
-    clock.now += 1.999
-    assert breaker.enter(patient=False) is None
-    clock.now += 0.001
-    ticket = breaker.enter(patient=False)
-    assert ticket is not None
-    assert ticket.probe
+    assert breaker.enter() is not None
 
 
 def test_cooldowns_double_up_to_the_longest(breaker: CircuitBreaker, clock: Clock) -> None:
@@ -94,7 +86,7 @@ def test_a_server_that_comes_and_goes_is_not_trusted_each_time(
         fail(breaker)
         assert breaker.cooldown_s == cooldown_s
         clock.now += cooldown_s
-        ticket = breaker.enter(patient=True)
+        ticket = breaker.probe()
         assert ticket is not None
         breaker.succeeded(ticket)
         clock.now += 59.0
@@ -104,7 +96,7 @@ def test_a_server_that_comes_and_goes_is_not_trusted_each_time(
 
 
 def test_calls_that_fail_together_count_once(breaker: CircuitBreaker, clock: Clock) -> None:
-    tickets = [breaker.enter(patient=False) for _ in range(10)]
+    tickets = [breaker.enter() for _ in range(10)]
     assert all(tickets)
     assert [breaker.failed(ticket) for ticket in tickets if ticket] == [True] + [False] * 9
     assert breaker.cooldown_s == 1
@@ -113,13 +105,13 @@ def test_calls_that_fail_together_count_once(breaker: CircuitBreaker, clock: Clo
 def test_what_began_before_the_failure_does_not_end_the_cooldown(
     breaker: CircuitBreaker, clock: Clock
 ) -> None:
-    late = breaker.enter(patient=False)
+    late = breaker.enter()
     assert late is not None
     fail(breaker)
     breaker.succeeded(late)
     assert breaker.state == "open"
     clock.now += 1.0
-    probe = breaker.enter(patient=True)
+    probe = breaker.probe()
     assert probe is not None
     breaker.succeeded(late)
     assert not breaker.failed(late)

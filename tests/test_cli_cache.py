@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from llamakeep.cli import app, mending, opening, screen, transfer
+from llamakeep.cli import app, mending, screen, transfer
 from llamakeep.errors import KeeperClosed, ModelError, TokenError
 from llamakeep.fingerprint import Namespace, fingerprint_file
 from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.disk.files import Files
 from llamakeep.tokens import IntArray, PathNames, Place
 
 BLOCK = 16
@@ -770,7 +771,7 @@ def test_rm_of_everything_asks(cache: Cache, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_can_only_be_read_is_not_changed(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening.WatchedFiles, "writable", lambda *_: False)
+    monkeypatch.setattr(Files, "writable", lambda *_: False)
     before = cache.snapshot()
     for command in ("rm --all --yes", "trim --max-bytes 0", "check --fix"):
         result = cache.run(*command.split())

@@ -421,7 +421,7 @@ REGIONS = {
     "kind": 56,
     "closes": 57,
     "key": 58,
-    "number of tokens": 60,
+    "end of the key": 63,
     "namespace": 70,
     "block name": 100,
     "origin": 128,
@@ -448,7 +448,7 @@ def test_fault_05_a_flipped_bit_is_a_miss_with_a_reason(
     assert store.get(PLACE.name) is None
     (reason,) = [kind for kind in store.counters if kind.startswith("rejected_")]
     assert store.counters[reason] == 1
-    if region in ("version", "key"):  # it could be a newer program's, or another secret's
+    if region in ("version", "key", "end of the key"):  # a newer program's, or another secret's
         assert reason == ("rejected_version" if region == "version" else "rejected_secret")
         assert file.exists()
         assert put(store, PLACE) is False  # what is there is not ours to overwrite

@@ -16,8 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamakeep.states import Block
 from llamakeep.stores.disk import DiskStore
-from tests.disk_tools import blocks, content, du, files_below, is_right, pages, path, put
+from tests.disk_tools import (
+    Unflushed,
+    blocks,
+    content,
+    du,
+    files_below,
+    is_right,
+    pages,
+    path,
+    put,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and kill")
 
@@ -36,6 +47,14 @@ def run(arguments: list[str], timeout: float) -> None:
 
 def open_store(where: Path, n_pages: int) -> DiskStore:
     return DiskStore(where, pages(n_pages), min_free_bytes=0)
+
+
+def is_found(store: DiskStore, name: bytes) -> bool:
+    """Return whether a state is found by its tokens."""
+    place = store._shelf.peek(name).place
+    assert place is not None
+    found = store.find([Block(place.block, place.origin, place.tokens)])
+    return name in {record.name for record in found}
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
@@ -101,7 +120,11 @@ def kill_many(where: Path, n_kills: int) -> None:
             assert not list((where / "tmp").iterdir())
             assert store.used_bytes >= du(where)  # what is there is counted
             for name in new:
-                assert is_right(store, name) or name not in kept, name.hex()
+                if name in kept:
+                    assert is_right(store, name), name.hex()
+                    assert is_found(store, name), name.hex()
+            held = set(store)
+            assert held.issuperset(kept & set(new))
             if number % 20 == 19:
                 store.check(fix=True)
                 store.check()
@@ -109,7 +132,7 @@ def kill_many(where: Path, n_kills: int) -> None:
                 for name in draw.sample(sorted(kept), 20):
                     assert is_right(store, name), name.hex()
     with open_store(where, 100_000) as store:
-        assert all(is_right(store, name) for name in kept)
+        assert all(is_right(store, name) and is_found(store, name) for name in kept)
         for name in store:
             assert is_right(store, name)
         store.check(fix=True)
@@ -118,6 +141,56 @@ def kill_many(where: Path, n_kills: int) -> None:
         assert store.used_bytes == du(where)
     assert len(kept) > n_kills, len(kept)
     assert died_while["writing"] > n_kills // 10, died_while
+
+
+class Deadly(Unflushed):
+    """Kills its own process where it is told to, without a word.
+
+    Args:
+        when: `renamed`, after a state has its final name, or `flushed`, before its directory is.
+    """
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        if self.when == "renamed" and new.suffix == ".state":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush_directory(self, path: Path) -> None:
+        if self.when == "flushed" and path.parent.name == "blobs":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("when", "n_adopted"), [("renamed", 1), ("flushed", 0)])
+def test_who_dies_between_the_name_and_the_index_loses_nothing(
+    tmp_path: Path, when: str, n_adopted: int
+) -> None:
+    run(["publish", str(tmp_path / "cache"), when, str(n_adopted)], timeout=60)
+
+
+def die_while_publishing(where: Path, when: str, n_adopted: int) -> None:
+    names = path(range(6))
+    first, second = names.segment(0, 4), names.segment(4, 6)
+    with open_store(where, 100) as store:
+        assert put(store, first)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            files = Deadly(when)
+            put(DiskStore(where, pages(100), min_free_bytes=0, files=files), second)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), status
+    with open_store(where, 100) as store:
+        assert store.counters.get("adopted", 0) == n_adopted
+        assert {r.name for r in store.find(blocks(range(6)))} == {first.name, second.name}
+        assert is_right(store, second.name)
+        assert store.used_bytes == du(where) == pages(2)
+        assert not list((where / "tmp").iterdir())
+        store.check()
 
 
 # -- many processes --------------------------------------------------------------------------------
@@ -260,6 +333,8 @@ if __name__ == "__main__":
             kill_many(Path(directory), int(rest[0]))
         elif what == "hammer":
             hammer_together(Path(directory), int(rest[0]))
+        elif what == "publish":
+            die_while_publishing(Path(directory), rest[0], int(rest[1]))
         else:
             kill_among_others(Path(directory))
     finally:

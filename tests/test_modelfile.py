@@ -540,6 +540,15 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(kept) == [modelfile._identify([path])[0] for path in paths[2:]]
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    old, new = (tmp_path / f".fingerprints.json-{name}" for name in ("old", "new"))
+    for file in (old, new):
+        file.write_text("{")
+    os.utime(old, (1.0, 1.0))
+    modelfile._save(tmp_path, {})
+    assert sorted(file.name for file in tmp_path.iterdir()) == [new.name, "fingerprints.json"]
+
+
 def test_a_full_file_of_fingerprints_is_small_enough_to_be_read(tmp_path: Path) -> None:
     known = {f"{index:064x}": ModelFile(HEX, True) for index in range(modelfile._MOST_FILES)}
     modelfile._save(tmp_path, known)

@@ -130,8 +130,14 @@ def name_of(word: str) -> bytes:
 
 
 def asked(store: RedisStore) -> int:
-    """How often the server was asked."""
+    """How often a caller waited for the server."""
     return store.counters.get("round_trips", 0)
+
+
+def look_again(store: RedisStore) -> str:
+    """Do now what the prober's thread does when it wakes, and say what the breaker thinks then."""
+    store._link.prober.look()
+    return store.state
 
 
 def use(store: RedisStore) -> None:
@@ -151,6 +157,42 @@ def use(store: RedisStore) -> None:
     assert (len(store), list(store), store.entries()) == (0, [], [])
     assert store.used_bytes >= 0
     store.stats()
+
+
+def run_ci(directory: Path, *there: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run .ci/run where only some programs are installed; `make` says what it was told."""
+    root = Path(__file__).parents[1]
+    programs = {
+        "make": 'echo "make $1, CI=$CI"',
+        "id": "echo 1000",
+        "apt-get": "exit 9",
+        "python3": "exit 0",
+    }
+    directory.mkdir()
+    for name in ("bash", "dirname", "env"):
+        (directory / name).symlink_to(str(shutil.which(name)))
+    for name in (*programs, "g++", "chromium", *there):
+        program = directory / name
+        program.write_text(f"#!{shutil.which('bash')}\n{programs.get(name, '')}\n")
+        program.chmod(0o755)
+    return subprocess.run(
+        [str(root / ".ci" / "run")],
+        env={"PATH": str(directory), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_ci_needs_a_redis_server_and_says_that_it_is_ci(tmp_path: Path) -> None:
+    missing = run_ci(tmp_path / "without")
+    assert missing.returncode != 0
+    assert "only root can install it here, with apt-get: redis-server" in missing.stderr
+    assert missing.stdout == ""  # nothing was skipped, because nothing ran
+    there = run_ci(tmp_path / "with", "redis-server")
+    assert (there.returncode, there.stdout) == (0, "make lint, CI=1\nmake test, CI=1\n")
+    there = run_ci(tmp_path / "told", "redis-server", CI="true")
+    assert there.stdout.endswith("make test, CI=true\n")
 
 
 def test_a_missing_server_skips_tests_but_not_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +414,7 @@ def test_find_is_brute_force(
     for prompt in [*prompts, rng.integers(0, 3, 40).astype(np.int32)]:
         before = asked(reader)
         found = reader.find(blocks_of(prompt.tolist()))
-        assert asked(reader) - before <= 2
+        assert asked(reader) - before <= 3
         assert {record.name for record in found} == brute_force(list(places.values()), prompt)
         assert len({record.name for record in found}) == len(found)
         for record in found:
@@ -395,14 +437,41 @@ def test_fault_65_what_a_lookup_brings_does_not_follow_what_branches_off(
             place = path_of(prompt).segment(8, BLOCK)
             for command in store._index.entering(place.name, place, 100, 1 << 42):
                 pipe.execute_command(*command)
+            pipe.set(store._keys.chunk(place.name, 0), b"a blob")
         pipe.execute()
     common = path_of(range(BLOCK)).segment(0, 8)
     put(store, common, 100)
     before = asked(store)
     found = store.find(blocks_of([*range(8), 100 + 77, *range(8)]))
-    assert asked(store) - before == 2
+    assert asked(store) - before == 3
     assert [(record.start, record.end) for record in found] == [(0, 8), (8, 16)]
     store.clear()
+
+
+def test_what_the_server_dropped_is_not_found(store: RedisStore, raw: Any) -> None:
+    path = path_of(range(4 * BLOCK))
+    places = [path.segment(0, BLOCK), path.segment(BLOCK, BLOCK + 4)]
+    places += [path.segment(BLOCK + 4, 2 * BLOCK), path.checkpoint(BLOCK + 4, 2 * BLOCK)]
+    places += [path.segment(2 * BLOCK, 3 * BLOCK)]
+    names = [put(store, place) for place in places]
+    blocks = blocks_of(range(4 * BLOCK))
+    assert {record.name for record in store.find(blocks)} == set(names)
+    gone = {names[0], names[2]}
+    for name in gone:
+        raw.delete(store._keys.chunk(name, 0))
+    before = asked(store)
+    assert {record.name for record in store.find(blocks)} == set(names) - gone
+    assert asked(store) - before <= 3 + 1  # one for the whole path, and one that takes them out
+    assert store.counters["misses_gone"] == 2
+    before = asked(store)
+    assert {record.name for record in store.find(blocks)} == set(names) - gone
+    assert asked(store) - before <= 3
+    assert store.counters["misses_gone"] == 2
+    before = asked(store)
+    assert store.find(blocks_of([77, *range(2 * BLOCK)])) == []
+    assert asked(store) - before == 1
+    put(store, places[0])
+    assert names[0] in {record.name for record in store.find(blocks)}
 
 
 def test_an_empty_prompt_asks_nobody(store: RedisStore) -> None:
@@ -456,14 +525,20 @@ def test_forged_records_are_ignored_or_lead_to_nothing(store: RedisStore, raw: A
     believed = name_of("believed")
     raw.hset(key, believed, good)
     found = store.find(blocks_of(range(BLOCK)))
-    assert {record.name for record in found} == {place.name, believed}
+    assert {record.name for record in found} == {place.name}
     assert store.counters["rejected_record"] == len(nonsense) + 1 + 3
     # Nothing is under that name; whoever notices takes the record out.
+    assert not raw.hexists(key, believed)
+    raw.hset(key, believed, good)
     first, second = store.get_many([believed, place.name])
     assert first is None
     assert second is not None
     assert holds(store, place.name)
-    assert not raw.hexists(key, believed)
+    # Something is under it, and is not what it should be.
+    raw.set(store._keys.chunk(believed, 0), raw.get(store._keys.chunk(place.name, 0)))
+    assert {record.name for record in store.find(blocks_of(range(BLOCK)))} == {place.name, believed}
+    assert store.get(believed) is None
+    assert store.counters["rejected_name"] == 1
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 499, 501, 100_000])
@@ -485,6 +560,7 @@ def test_a_spot_with_too_many_records_is_read_in_part(store: RedisStore, raw: An
     key, starts = store._index.keys_of(spot_of(place))
     good = raw.hget(key, place.name)
     raw.hset(key, mapping={name_of(str(i)): good for i in range(3000)})
+    raw.mset({store._keys.chunk(name_of(str(i)), 0): b"a blob" for i in range(3000)})
     raw.sadd(starts, *range(1, 3000))
     assert len(store.find(blocks_of(range(BLOCK)))) == 1024
 
@@ -518,7 +594,7 @@ REGIONS = {
     "kind, the other": (56, 0x03, "name"),
     "closes": (57, 0x01, "corrupt"),
     "key": (58, 0x40, "secret"),
-    "number of tokens": (60, 0x40, "corrupt"),
+    "key, end": (63, 0x40, "secret"),
     "namespace": (64, 0x40, "corrupt"),
     "block": (96, 0x40, "name"),
     "origin": (128, 0x40, "corrupt"),
@@ -1025,12 +1101,15 @@ def test_namespaces_are_described_and_their_descriptions_bounded(
     raw.hset(key, name_of("no json"), b"{")
     raw.hset(key, name_of("no object"), b"[1]")
     raw.hset(key, name_of("deep"), b"[" * 60_000)
+    raw.hset(key, name_of("deep, and an object"), b'{"a":' * 9_000 + b"1" + b"}" * 9_000)
+    raw.hset(key, name_of("nested, and an object"), b'{"a":' * 99 + b"1" + b"}" * 99)
+    raw.hset(key, name_of("no text"), b'{"a": "\xff"}')
     assert store.namespaces() == {
         NAMESPACE: {"model": "m.gguf", "n_layer": 4},
         name_of("b"): {"model": "é"},
     }
     assert store.counters["refused_description"] == 1
-    assert store.counters["rejected_description"] == 3
+    assert store.counters["rejected_description"] == 6
     assert raw.pttl(key) > 0
 
 
@@ -1078,24 +1157,126 @@ def test_a_server_that_is_killed_and_comes_back_empty(
 
     own_server.start()
     clock.now += 1.0
-    assert store.get(place.name) is None  # who reads leaves the first try to who writes
-    assert asked(store) == before
-    put(store, place)  # asks first with a PING
-    assert store.state == "closed"
+    assert store.get(place.name) is None
+    assert store.put(place.name, 500, never, place) is False
+    assert asked(store) == before  # neither who reads nor who writes tries it
+    assert look_again(store) == "closed"
+    assert (asked(store), store.counters["probes"]) == (before, 1)
+    put(store, place)
     assert holds(store, place.name)
     store.check()
 
 
-def test_a_server_that_comes_back_is_found_by_who_reads_when_nobody_writes(
+def test_a_dead_server_costs_nobody_anything_however_long_it_is_dead(
     make: Callable[..., RedisStore], own_server: Server, clock: Clock
 ) -> None:
-    store = make(own_server.url, clock=clock)
+    """Each moment asks like a request and writes like the queue; the prober alone waits."""
+    store = make(own_server.url, clock=clock, timeout_s=0.1, connect_timeout_s=5.0)
+    assert store.namespaces() == {}
+    own_server.pause()
+    try:
+        before = asked(store)
+        began = time.monotonic()
+        assert store.namespaces() == {}
+        assert time.monotonic() - began < 1.0
+        assert asked(store) == before + 1
+        probes = []
+        for _ in range(400):
+            use(store)
+            store.counters.pop("probes", None)
+            look_again(store)
+            probes.append((clock.now, store.counters.get("probes", 0)))
+            clock.now += 0.5
+        assert asked(store) == before + 1
+        assert all(n <= 1 for _, n in probes)
+        times = [now for now, n in probes if n]
+        assert np.diff([1000.0, *times]).tolist() == [1, 2, 4, 8, 16, 32, 60, 60]
+    finally:
+        own_server.resume()
+    clock.now += 60.0
+    assert look_again(store) == "closed"
+    assert asked(store) == before + 1
+    assert put(store, path_of(range(BLOCK)).segment(0, BLOCK)) in store
+
+
+def test_a_server_that_comes_back_is_found_in_the_background(
+    make: Callable[..., RedisStore], own_server: Server
+) -> None:
+    """By the real clock, and with nobody asking; all the while nobody waits."""
+    store = make(own_server.url, timeout_s=0.3, cooldown_s=0.05, longest_cooldown_s=0.2)
+    name = put(store, path_of(range(BLOCK)).segment(0, BLOCK))
+    own_server.pause()
+    try:
+        assert store.get(name) is None
+        before = asked(store)
+        slowest = 0.0
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            began = time.monotonic()
+            use(store)
+            slowest = max(slowest, time.monotonic() - began)
+            time.sleep(0.01)
+        assert asked(store) == before
+        assert slowest < 0.25
+        assert store.counters["probes"] >= 2
+    finally:
+        own_server.resume()
+    wait_until(lambda: store.state == "closed", "finding the server back")
+    assert holds(store, name)
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name == "llamakeep-probe"],
+        "the end of the prober's thread",
+    )
+    # And when it is lost again, somebody looks again.
     own_server.stop()
-    assert store.find(blocks_of(range(BLOCK))) == []
+    assert store.get(name) is None
     own_server.start()
-    clock.now += 2.0
-    assert store.find(blocks_of(range(BLOCK))) == []
-    assert store.state == "closed"
+    wait_until(lambda: store.state == "closed", "finding the server back")
+    assert store.get(name) is None  # it came back empty
+    assert store.counters["misses_gone"] == 1
+
+
+def test_close_ends_the_probing(make: Callable[..., RedisStore], clock: Clock) -> None:
+    store = make(f"redis://127.0.0.1:{free_port()}", clock=clock)
+    use(store)
+    thread = store._link.prober._thread
+    assert thread is not None
+    assert thread.daemon
+    store.close()
+    assert not thread.is_alive()
+    clock.now += 100
+    use(store)
+    assert store._link.prober._thread is thread
+    assert "probes" not in store.counters
+
+
+def test_where_no_thread_looks_the_next_call_starts_one(
+    make: Callable[..., RedisStore], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork takes no thread along, and sometimes none can be started."""
+    store = make(f"redis://127.0.0.1:{free_port()}", clock=clock)
+    prober = store._link.prober
+    start = threading.Thread.start
+
+    def cannot(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    use(store)
+    assert prober._thread is None
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert store.get(name_of("a")) is None
+    assert prober._thread is not None
+    prober.end()
+    prober.join(10)
+    prober._ended.clear()
+    left_behind = prober._thread
+    assert left_behind is not None
+    assert not left_behind.is_alive()  # as in a child process
+    assert store.get(name_of("a")) is None
+    assert prober._thread is not left_behind
+    assert prober._thread.is_alive()
+    assert asked(store) == 1
 
 
 def test_a_server_that_hangs_costs_one_timeout_and_then_nothing(
@@ -1116,13 +1297,16 @@ def test_a_server_that_hangs_costs_one_timeout_and_then_nothing(
         # It still hangs when it is tried again: each cool-down is twice as long.
         for cooldown_s in (1.0, 2.0, 4.0):
             clock.now += cooldown_s
-            before = asked(store)
-            assert store.put(place.name, 500, never, place) is False
+            probes = store.counters.get("probes", 0)
+            assert look_again(store) == "open"
             use(store)
-            assert asked(store) == before + 1
+            assert look_again(store) == "open"
+            assert store.counters["probes"] == probes + 1
+        assert asked(store) == before + 1
     finally:
         own_server.resume()
     clock.now += 8.0
+    assert look_again(store) == "closed"
     assert store.put(place.name, 500, never, place)
     assert holds(store, place.name)
     assert store.counters["errors_timeout"] == 4
@@ -1144,6 +1328,7 @@ def test_many_threads_lose_one_timeout_together(
         own_server.resume()
     assert store.counters["breaker_opened"] == 1
     clock.now += 1.0  # not two: calls that fail together count once
+    assert look_again(store) == "closed"
     assert store.put(name_of("a"), 5, lambda: data_of(b"a", 5))
 
 
@@ -1191,9 +1376,10 @@ def test_a_wrong_password_is_said_once_and_never_shown(
         store = make(url, clock=clock)
         for _ in range(3):
             use(store)
+            assert look_again(store) == "open"
             clock.now += 100
-        assert store.state == "open"
-        assert store.counters["errors_auth"] == asked(store) == 3
+        assert (asked(store), store.counters["probes"]) == (1, 2)
+        assert store.counters["errors_auth"] == 3
         warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         (warning,) = warnings
         assert f"127.0.0.1:{server.port}" in warning
@@ -1205,6 +1391,7 @@ def test_a_wrong_password_is_said_once_and_never_shown(
             raw.config_set("requirepass", "")
         if password == "":
             clock.now += 100
+            assert look_again(store) == "closed"
             assert store.put(name_of("a"), 5, lambda: data_of(b"a", 5))
 
 
@@ -1406,6 +1593,7 @@ def test_a_server_that_answers_anything_makes_no_error(
     places = [path.segment(0, 8), path.checkpoint(8, BLOCK), path.segment(BLOCK, 2 * BLOCK)]
     for _ in range(25):
         clock.now += 100
+        look_again(store)
         for place in places:
             store.put(place.name, 300, lambda place=place: data_of(place.name, 300), place)
             store._known.learn(place.name, spot_of(place), 300)
@@ -1473,8 +1661,10 @@ def test_a_name_that_is_not_looked_up_in_time_is_a_miss(
     try:
         for _ in range(3):
             use(store)
+            look_again(store)
             clock.now += 100
-        assert store.counters["errors_timeout"] == asked(store) == 3
+        assert (asked(store), store.counters["probes"]) == (1, 2)
+        assert store.counters["errors_timeout"] == 3
         assert lookups == ["slow.invalid"]  # those who come later wait for the same answer
     finally:
         release.set()
@@ -1622,6 +1812,7 @@ def test_a_sentinel_says_who_the_master_is(
         own_server.start()
         for _ in range(3):
             clock.now += 100
+            look_again(store)
             if store.put(name_of("a"), 5, lambda: data_of(b"a", 5)):
                 break
             time.sleep(0.5)  # the sentinel takes a moment to see that it is back
@@ -1676,12 +1867,17 @@ def test_a_node_of_a_cluster_that_fails_makes_misses(
             assert store.state == "open"
             before = asked(store)
             use(store)
+            # That the others answer does not make it worth another timeout.
+            clock.now += 100
+            assert look_again(store) == "open"
+            use(store)
             assert asked(store) == before
         finally:
             cluster.nodes[1].resume()
 
         def is_back() -> bool:
             clock.now += 100
+            look_again(store)
             return store.put(names[0], 500, never, path.segment(0, BLOCK))
 
         wait_until(is_back, "the node's return")

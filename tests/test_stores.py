@@ -23,6 +23,7 @@ from llamakeep.errors import IntegrityError, InvalidValue
 from llamakeep.states import Buffer
 from llamakeep.stores.base import Store
 from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.fake import FakeTier
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
 from llamakeep.stores.tiered import TieredStore
@@ -98,6 +99,7 @@ KINDS: dict[str, Kind] = {
         overhead_bytes=176,
         max_examples=40,
     ),
+    "fake-tier": Kind(lambda capacity_bytes, *_: FakeTier(capacity_bytes)),
     "redis": redis_kind("redis_url"),
     "redis-cluster": redis_kind("redis_cluster_url", max_examples=10),
     "tiered": Kind(over_disk, max_examples=10),

@@ -14,6 +14,7 @@
     │   ├── StateLost           a state that was found is gone when it is to be read
     │   └── RestoreFailed       refused or left wrong by llama.cpp; the sequence is empty again
     ├── StoreError              a directory or server that cannot keep states
+    │   └── IndexDamaged        a directory whose index must be made anew
     ├── OverBudget              a reservation that does not fit
     ├── IntegrityError          `check()` found numbers that do not add up
     ├── KeeperBusy              a call while a stream of the same `Llama` is open
@@ -125,6 +126,10 @@ class RestoreFailed(StateError):
 
 class StoreError(LlamakeepError):
     """A directory or server cannot keep states; the message says which, and why."""
+
+
+class IndexDamaged(StoreError):
+    """The index is missing or damaged, or another version's; it can be made anew from the files."""
 
 
 class OverBudget(LlamakeepError):

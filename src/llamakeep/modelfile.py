@@ -38,6 +38,10 @@ from llamakeep.gguf import (
 logger = logging.getLogger("llamakeep")
 
 CACHE_FILE: Final = "fingerprints.json"
+PARTIAL_PREFIX: Final = f".{CACHE_FILE}-"
+"""What the names of files begin with that are to become `fingerprints.json`."""
+ABANDONED_SECONDS: Final = 3600.0
+"""A file that is being written for so long is nobody's any more."""
 _SCHEME: Final = b"llamakeep model file 1\0"
 """Another number for another way to compute a fingerprint: old ones are then strangers."""
 _MOST_FILES: Final = 256
@@ -205,13 +209,37 @@ def _save(cache_dir: Path, known: dict[str, ModelFile]) -> None:
     files = {key: asdict(found) for key, found in known.items()}
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{CACHE_FILE}-", dir=cache_dir)
+        handle, name = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=cache_dir)
         try:
             with open(handle, "w", encoding="ascii") as file:
                 json.dump({"scheme": 1, "files": files}, file, indent=0)
             os.replace(name, cache_dir / CACHE_FILE)
         except BaseException:
-            os.unlink(name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
             raise
+        for left in abandoned(cache_dir, time.time()):
+            left.unlink(missing_ok=True)
     except OSError as error:
         logger.debug("%s in %s could not be written: %s", CACHE_FILE, cache_dir, error)
+
+
+def abandoned(cache_dir: Path, now: float) -> list[Path]:
+    """Return what processes left that were killed while they wrote `fingerprints.json`.
+
+    Args:
+        cache_dir: The directory of `fingerprints.json`.
+        now: The time, in seconds.
+
+    Raises:
+        OSError: When the directory cannot be read.
+    """
+    found = []
+    with os.scandir(cache_dir) as entries:
+        for entry in entries:
+            if entry.name.startswith(PARTIAL_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    info = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(info.st_mode) and now - info.st_mtime > ABANDONED_SECONDS:
+                        found.append(Path(entry.path))
+    return found

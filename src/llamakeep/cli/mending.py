@@ -17,6 +17,7 @@ from llamakeep.sizes import format_bytes
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.audit import DiskReport
 from llamakeep.stores.disk.catalog import resolve
+from llamakeep.stores.disk.index import IndexDamaged
 
 _PROBLEMS = {
     "index": "the index is missing or damaged",
@@ -24,6 +25,7 @@ _PROBLEMS = {
     "missing": "states in the index without a file",
     "wrong": "states that the index has otherwise than their file",
     "parents": "states that hang off the wrong one",
+    "descriptions": "descriptions of namespaces that are damaged, or that the index lacks",
     "miscounted_bytes": "bytes are counted wrong",
     "corrupt": "files that are not what was written",
     "truncated": "files that end early",
@@ -35,6 +37,7 @@ _PROBLEMS = {
 _LEFT = {
     "secret": "sealed with another secret, or with none (LLAMAKEEP_SECRET)",
     "version": "made by a newer version",
+    "unreadable": "cannot be read",
     "directories": "directories that are none of ours",
 }
 _MENDED_ON_OPENING = {"rebuilt": "index", "leftovers": "leftovers", "adopted": "unindexed"}
@@ -72,25 +75,15 @@ def check_cache(path: Path, *, fix: bool, verify: bool, as_json: bool) -> None:
 
 
 def _audit(path: Path, *, fix: bool, verify: bool, hidden: bool) -> DiskReport:
-    n_read, n_files = 0, 0
-
     with screen.Bar("Checking", hidden=hidden) as bar:
-
-        def one_more() -> None:
-            nonlocal n_read
-            n_read += 1
-            bar.update(min(n_read, n_files), n_files)
-
         if not fix:
             try:
-                with opening.look(path, one_more) as store:
-                    n_files = len(store)
-                    return store.audit(verify=verify)
-            except opening.DamagedIndex:
+                with opening.look(path) as store:
+                    return store.audit(verify=verify, progress=bar.update)
+            except IndexDamaged:
                 return DiskReport(0, 0, {"index": 1})
-        with opening.change(path, one_more) as store:
-            n_read, n_files = 0, len(store)
-            report = store.audit(fix=True, verify=verify)
+        with opening.change(path) as store:
+            report = store.audit(fix=True, verify=verify, progress=bar.update)
             problems = Counter(report.problems)
             for counted, kind in _MENDED_ON_OPENING.items():
                 problems[kind] += store.counters.get(counted, 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,37 +12,17 @@ from platformdirs import user_cache_path
 from llamakeep.errors import InvalidValue, StoreError
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import Files
-from llamakeep.stores.disk.index import INDEX_FILE, is_damage
+from llamakeep.stores.disk.index import IndexDamaged
 from llamakeep.stores.disk.layout import FORMAT_FILE
 from llamakeep.tiers import TierSettings
 
 
-class DamagedIndex(StoreError):
-    """The index of a cache is missing or damaged; it can be made anew from the files."""
-
-
-class WatchedFiles(Files):
-    """The file system, for a command.
-
-    Args:
-        may_change: False for one in which nothing can be written, so that a store only reads.
-        on_open: Called before a file is read.
-    """
-
-    def __init__(
-        self, *, may_change: bool = True, on_open: Callable[[], None] = lambda: None
-    ) -> None:
-        self._may_change = may_change
-        self._on_open = on_open
+class ReadOnlyFiles(Files):
+    """The file system, for a command that changes nothing: a store only reads."""
 
     def writable(self, path: Path) -> bool:
-        """Return whether files can be made in the directory, and may be."""
-        return self._may_change and super().writable(path)
-
-    def open(self, path: Path) -> tuple[io.FileIO, os.stat_result]:
-        """Return a regular file, open for reading. See `Files.open`."""
-        self._on_open()
-        return super().open(path)
+        """Return that no files may be made in the directory."""
+        return False
 
 
 def cache_path(given: str | None) -> Path:
@@ -95,43 +73,30 @@ def _refuse_missing(path: Path) -> None:
 
 
 @contextmanager
-def look(path: Path, on_open: Callable[[], None] = lambda: None) -> Iterator[DiskStore]:
+def look(path: Path) -> Iterator[DiskStore]:
     """Open a cache to read it. Changes nothing but the files that SQLite has beside a database.
 
     Args:
         path: The cache; see `is_cache`.
-        on_open: Called before a file of it is read.
 
     Raises:
-        DamagedIndex: Also from inside.
+        IndexDamaged: Also from inside; the message says how to mend it.
         StoreError: When there is no cache, or it cannot be read.
     """
     _refuse_missing(path)
     of_it = settings(path)
-    files = WatchedFiles(may_change=False, on_open=on_open)
-    if not (path / INDEX_FILE).exists():
-        raise _damaged(path, "it is missing")
+    files = ReadOnlyFiles()
     try:
         with DiskStore(path, of_it.disk_bytes, secret=of_it.secret, files=files) as store:
             yield store
-    except StoreError as error:
-        cause = error.__cause__
-        if isinstance(cause, sqlite3.Error) and is_damage(cause):
-            raise _damaged(path, str(cause)) from error
-        if str(path / INDEX_FILE) in str(error) and "made anew" in str(error):
-            raise _damaged(path, "it is not one of this version") from error
-        raise
+    except IndexDamaged as error:
+        raise IndexDamaged(
+            f"the index of {path} is missing, damaged or another version's: "
+            "llamakeep check --fix makes it anew"
+        ) from error
 
 
-def _damaged(path: Path, why: str) -> DamagedIndex:
-    return DamagedIndex(
-        f"the index of {path} cannot be used ({why}): llamakeep check --fix makes it anew"
-    )
-
-
-def change(
-    path: Path, on_open: Callable[[], None] = lambda: None, *, make: bool = False
-) -> DiskStore:
+def change(path: Path, *, make: bool = False) -> DiskStore:
     """Open a cache to change it.
 
     The environment's limit is kept to only where something will be put: a command drops what it
@@ -139,7 +104,6 @@ def change(
 
     Args:
         path: The cache.
-        on_open: Called before a file of it is read.
         make: Make it if it is missing, and keep to the limit.
 
     Raises:
@@ -149,7 +113,7 @@ def change(
         _refuse_missing(path)
     of_it = settings(path)
     limit = of_it.disk_bytes if make else None
-    store = DiskStore(path, limit, secret=of_it.secret, files=WatchedFiles(on_open=on_open))
+    store = DiskStore(path, limit, secret=of_it.secret)
     if store.read_only:
         store.close()
         raise StoreError(f"{path} can only be read: nothing in it can be changed")

@@ -8,17 +8,21 @@
     12   header bytes, seal included (u32)     136  start of the span (u64)
     16   payload bytes (u64)                   144  the block's tokens up to the end (i32 each)
     24   name (32 bytes)                       ...  seal (32 bytes)
-    56   kind (u8), closes (u8), key (u16)     then the payload
-    60   number of tokens (u32)
+    56   kind (u8), closes (u8), key (6 bytes) then the payload
+
+How many tokens there are follows from the header's size.
 
 The seal is BLAKE3 over the header before it and the payload, keyed when there is a secret. `key`
-tells secrets apart (0 without one), so that what another secret sealed is not taken for corrupt.
+tells secrets apart (0 without one), so that what another secret sealed is not taken for corrupt
+and removed: two secrets share one with a chance of 1 in 2**48. So what has our `key` but another
+seal is corrupt.
 All numbers are little-endian. A blob without a place has kind 0, no tokens, and zeros for the rest.
 A header says all that an index needs, so an index can be made again from what it is of.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
 from dataclasses import dataclass
 
@@ -38,11 +42,12 @@ MIN_HEADER_BYTES = FIXED_BYTES + SEAL_BYTES
 MAX_HEADER_BYTES = MIN_HEADER_BYTES + 4 * (1 << 20)
 """No block has more tokens than this leaves room for."""
 
-_FIXED = struct.Struct("<8sHHIQ32sBBHI32s32sQQ")
+_FIXED = struct.Struct("<8sHHIQ32sBB6s32s32sQQ")
 _MAX_POSITION = 1 << 62
 _SEALED = 1
 _KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint")
 _NOWHERE = bytes(NAME_BYTES)
+_KEY_ID_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,12 @@ def seal_key(secret: str | bytes | None) -> bytes | None:
     return blake3(material, derive_key_context="llamakeep 2026 seal of kept states").digest()
 
 
+def seal_id(secret: str | bytes | None) -> str:
+    """Return what tells secrets apart without telling them; empty without one."""
+    key = seal_key(secret)
+    return blake3(key, derive_key_context="llamakeep 2026 which secret").hexdigest(8) if key else ""
+
+
 def header_bytes(place: Place | None) -> int:
     """Return the bytes of the header of a state at `place`."""
     return MIN_HEADER_BYTES + (4 * int(place.tokens.size) if place is not None else 0)
@@ -95,7 +106,6 @@ def wrap(name: bytes, payload: Buffer, place: Place | None, key: bytes | None) -
         place: Where the state belongs, or None.
         key: From `seal_key`.
     """
-    n_tokens = int(place.tokens.size) if place is not None else 0
     header = _FIXED.pack(
         MAGIC,
         VERSION,
@@ -105,8 +115,7 @@ def wrap(name: bytes, payload: Buffer, place: Place | None, key: bytes | None) -
         name,
         _KINDS.index(place.kind if place is not None else None),
         place is not None and place.closes,
-        _key_id(key),
-        n_tokens,
+        _key_id(key).to_bytes(_KEY_ID_BYTES, "little"),
         place.namespace if place is not None else _NOWHERE,
         place.block if place is not None else _NOWHERE,
         place.origin if place is not None else 0,
@@ -144,11 +153,12 @@ def parse(header: bytes) -> Envelope:
     n_header, n_payload = total_bytes(header[:FIXED_BYTES])
     if len(header) != n_header:
         raise BlobRejected(f"header has {len(header):,} of {n_header:,} bytes", reason="truncated")
-    _, _, flags, _, _, name, kind, closes, key_id, n_tokens, namespace, block, origin, start = (
+    _, _, flags, _, _, name, kind, closes, key_id, namespace, block, origin, start = (
         _FIXED.unpack_from(header)
     )
     body, seal = header[:-SEAL_BYTES], header[-SEAL_BYTES:]
-    if n_header != MIN_HEADER_BYTES + 4 * n_tokens or kind >= len(_KINDS):
+    n_tokens, rest = divmod(n_header - MIN_HEADER_BYTES, 4)
+    if rest or kind >= len(_KINDS) or (n_tokens > 0) != (kind > 0):
         raise BlobRejected(
             f"header of {n_header:,} bytes claims kind {kind}, {n_tokens:,} tokens",
             reason="corrupt",
@@ -164,7 +174,8 @@ def parse(header: bytes) -> Envelope:
             )
         if place.name != name:
             raise BlobRejected("its name is not that of its tokens", reason="name")
-    return Envelope(name, n_payload, place, body, seal, bool(flags & _SEALED), key_id)
+    secret = int.from_bytes(key_id, "little")
+    return Envelope(name, n_payload, place, body, seal, bool(flags & _SEALED), secret)
 
 
 def check_secret(envelope: Envelope, key: bytes | None) -> None:
@@ -197,12 +208,12 @@ def verify(envelope: Envelope, payload: Buffer, key: bytes | None) -> None:
             reason="truncated",
         )
     check_secret(envelope, key)
-    if _seal(envelope.header, payload, key) != envelope.seal:
+    if not hmac.compare_digest(_seal(envelope.header, payload, key), envelope.seal):
         raise BlobRejected("is not what was sealed", reason="corrupt")
 
 
 def _key_id(key: bytes | None) -> int:
-    return int.from_bytes(blake3(key).digest(2), "little") if key else 0
+    return int.from_bytes(blake3(key).digest(_KEY_ID_BYTES), "little") if key else 0
 
 
 def _seal(header: bytes, payload: Buffer, key: bytes | None) -> bytes:

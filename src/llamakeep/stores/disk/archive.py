@@ -14,9 +14,11 @@ import them. The hash of the description is keyed likewise.
 
 from __future__ import annotations
 
+import hmac
 import io
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from blake3 import blake3
 from llamakeep.errors import BlobRejected, StoreError
 from llamakeep.states import Buffer
 from llamakeep.stores.base import Tier
+from llamakeep.stores.descriptions import parse_description
 from llamakeep.stores.disk.pool import BufferPool
 from llamakeep.stores.disk.shelf import FileRejected, Shelf, read_header, read_payload
 from llamakeep.stores.envelope import Envelope, verify
@@ -40,6 +43,7 @@ VERSION = 1
 
 _HEAD = struct.Struct("<8sHHIQ")
 _DIGEST_BYTES = 32
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * NAME_BYTES}}}")
 _MAX_DESCRIPTION_BYTES = 1 << 26
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -212,7 +216,7 @@ class _Archive:
             raise BlobRejected("its head is corrupt", reason="corrupt")
         digest = self._exactly(_DIGEST_BYTES, "its head")
         text = self._exactly(n_text, "its description")
-        if _digest(head, text, key) != digest:
+        if not hmac.compare_digest(_digest(head, text, key), digest):
             raise BlobRejected("its head is corrupt, or of another secret", reason="corrupt")
         self.namespaces = _namespaces(text)
         self._first = file.tell()
@@ -260,12 +264,14 @@ class _Archive:
 
 
 def _namespaces(text: bytes) -> dict[bytes, dict[str, Any]]:
-    try:
-        found = json.loads(text)["namespaces"]
-        known = {bytes.fromhex(digest): dict(parts) for digest, parts in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BlobRejected(f"its description is corrupt: {error}", reason="corrupt") from None
-    if any(len(digest) != NAME_BYTES for digest in known):
+    found = (parse_description(text, max_bytes=_MAX_DESCRIPTION_BYTES) or {}).get("namespaces")
+    known: dict[bytes, dict[str, Any]] = {}
+    for digest, parts in found.items() if isinstance(found, dict) else ():
+        if not isinstance(parts, dict) or not _DIGEST.fullmatch(digest):
+            found = None
+            break
+        known[bytes.fromhex(digest)] = parts
+    if not isinstance(found, dict):
         raise BlobRejected("its description is corrupt", reason="corrupt")
     return known
 

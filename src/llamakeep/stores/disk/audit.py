@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamakeep.errors import BlobRejected
-from llamakeep.stores.disk import rows
+from llamakeep.stores.descriptions import parse_description
+from llamakeep.stores.disk import introductions, rows
 from llamakeep.stores.disk.files import on_disk
 from llamakeep.stores.disk.index import Index
 from llamakeep.stores.disk.shelf import FileRejected, Shelf
 from llamakeep.stores.envelope import Envelope
+from llamakeep.tokens import NAME_BYTES
+
+logger = logging.getLogger("llamakeep")
 
 LEFT_ALONE = {"version", "secret"}
 """Files that are refused for one of these reasons may be good for somebody else."""
@@ -32,9 +39,10 @@ class DiskReport:
         problems: How many there were of a kind. Files: `foreign`, `symlink`, `truncated`,
             `corrupt`, `name` (of another state), `unindexed` (good, but the index lacked them),
             `leftovers` (of writes that ended early). Rows: `missing` (without a file), `wrong`
-            (not what the file says), `parents` (hung off the wrong state). `miscounted_bytes`.
+            (not what the file says), `parents` (hung off the wrong state). `descriptions` of
+            namespaces that are none, or that the index lacks. `miscounted_bytes`.
         left: Files that are left alone: `version` (newer), `secret` (sealed otherwise),
-            `directories` (foreign ones).
+            `directories` (foreign ones), `unreadable`.
         fixed: The problems are mended.
     """
 
@@ -54,15 +62,16 @@ class DiskReport:
         )
 
 
-def rebuild(shelf: Shelf, sql: sqlite3.Connection) -> tuple[int, int]:
+def rebuild(shelf: Shelf, sql: sqlite3.Connection) -> tuple[int, int, int]:
     """Fill an empty index from the headers of all files. Costs a few reads for each.
 
     Payloads are not read: they are verified whenever they are.
 
     Returns:
-        How many states there are, and how many files were not understood; these stay.
+        How many states there are, how many files were not understood, and how many descriptions of
+        namespaces; these stay.
     """
-    n_states = n_refused = 0
+    n_states = n_refused = n_undescribed = 0
     newest = 0.0
     for path, name in shelf.listing():
         try:
@@ -78,12 +87,19 @@ def rebuild(shelf: Shelf, sql: sqlite3.Connection) -> tuple[int, int]:
         _insert(sql, name, envelope, info.st_mtime)
         n_states += 1
     rows.next_time(sql, newest)
-    return n_states, n_refused
+    for _, namespace, said in introductions.found(shelf):
+        if namespace is None or said is None:
+            n_undescribed += 1
+        else:
+            rows.introduce(sql, namespace, said)
+    return n_states, n_refused, n_undescribed
 
 
 def _glance(shelf: Shelf, path: Path, name: bytes) -> tuple[Envelope, os.stat_result]:
     """Return what a file's header says, whoever sealed it."""
-    info = path.lstat()
+    info = shelf.files.stat(path)
+    if info is None:
+        raise FileNotFoundError(path)
     return shelf.peek(name, anyone=True), info
 
 
@@ -95,8 +111,17 @@ def _insert(sql: sqlite3.Connection, name: bytes, envelope: Envelope, time: floa
 # -- the dead --------------------------------------------------------------------------------------
 
 
-def settle_the_dead(shelf: Shelf, index: Index, clock: Callable[[], float]) -> Counter[str]:
+def settle_the_dead(
+    shelf: Shelf, index: Index, clock: Callable[[], float], *, rebooted: bool
+) -> Counter[str]:
     """Clean up after processes that ended without doing so. Costs a look-up when there are none.
+
+    Args:
+        shelf: The files.
+        index: Their index.
+        clock: Seconds.
+        rebooted: The machine may have gone down since files and index were compared. Files are
+            flushed one by one, rows are not, so that the last ones may be lost: all are compared.
 
     Returns:
         How many files were `adopted`, and how many `leftovers` went.
@@ -105,9 +130,7 @@ def settle_the_dead(shelf: Shelf, index: Index, clock: Callable[[], float]) -> C
     now = clock()
     with index.reading() as sql:
         found = [owner for owner, seen in rows.owners(sql) if owner.is_dead(now - seen)]
-    if not found:
-        return done
-    partial = shelf.leftovers()
+    partial = shelf.leftovers() if found else []
     for owner in found:
         with index.reading() as sql:
             tickets = rows.tickets_of(sql, owner)
@@ -115,10 +138,10 @@ def settle_the_dead(shelf: Shelf, index: Index, clock: Callable[[], float]) -> C
         done += settle(shelf, index, clock, tickets)
         with index.writing() as sql:
             rows.leave(sql, owner)
-    if any(owner.lost_with_machine() for owner in found):
-        # Files are flushed one by one, rows are not.
-        report = audit(shelf, index, clock, fix=True, verify=False)
+    if rebooted or any(owner.lost_with_machine() for owner in found):
+        report = audit(shelf, index, clock, fix=True, verify=False, trust=True)
         done["adopted"] += report.problems.get("unindexed", 0)
+        done["leftovers"] += report.problems.get("leftovers", 0)
     return done
 
 
@@ -192,8 +215,11 @@ class _Audit:
             known = rows.all_tickets(sql)
             lost = [ticket for owner in dead for ticket in rows.tickets_of(sql, owner)]
         lost += [ticket for ticket in partial if ticket not in known]
-        self.problems["leftovers"] += len(set(lost))
+        unready = list(self.shelf.abandoned(now))
+        self.problems["leftovers"] += len(set(lost)) + len(unready)
         if self.fix:
+            for path in unready:
+                self.shelf.files.unlink(path)
             settle(self.shelf, self.index, self.clock, lost)
             if dead:
                 with self.index.writing() as sql:
@@ -202,16 +228,25 @@ class _Audit:
 
     def foreign(self, path: Path) -> None:
         """Look at something that cannot be a state's file."""
-        if path.is_dir() and not path.is_symlink():
+        info = self.shelf.files.stat(path)
+        if info is None:
+            return
+        if stat.S_ISDIR(info.st_mode):
             self.left["directories"] += 1
             return
-        self.problems["symlink" if path.is_symlink() else "foreign"] += 1
+        self.problems["symlink" if stat.S_ISLNK(info.st_mode) else "foreign"] += 1
         if self.fix:
-            path.unlink(missing_ok=True)
+            self.shelf.files.unlink(path)
 
     def file(self, name: bytes, verify: bool) -> None:
         """Look at a file that has the name of a state."""
-        envelope, bad = _judge(self.shelf, name, verify)
+        try:
+            envelope, bad = _judge(self.shelf, name, verify)
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.shelf.path(name), error)
+            self.left["unreadable"] += 1
+            self.good.add(name)  # its row is none without a file
+            return
         if bad is not None and bad.reason in LEFT_ALONE:
             self.left[bad.reason] += 1
         elif bad is not None:
@@ -266,6 +301,31 @@ class _Audit:
                 return
             last = names[-1]
 
+    def descriptions(self) -> None:
+        """Compare the descriptions of namespaces with their files."""
+        with self.index.reading() as sql:
+            known = {digest: parse_description(text) for digest, text in rows.described(sql)}
+        wrong: dict[bytes, dict[str, Any] | None] = {
+            digest: None
+            for digest, said in known.items()
+            if said is None or len(digest) != NAME_BYTES
+        }
+        for path, namespace, said in introductions.found(self.shelf):
+            if namespace is None:
+                self.problems["descriptions"] += 1
+                if self.fix:
+                    self.shelf.files.unlink(path)
+            elif known.get(namespace) is None:
+                wrong[namespace] = said
+        self.problems["descriptions"] += len(wrong)
+        if self.fix and wrong:
+            with self.index.writing() as sql:
+                for digest, said in wrong.items():
+                    if said is None:
+                        rows.forget_description(sql, digest)
+                    else:
+                        rows.introduce(sql, digest, said)
+
     def counts(self) -> None:
         """Compare what is counted with the sum of what is there."""
         with self.index.scanning() as sql:
@@ -278,21 +338,48 @@ class _Audit:
 
 
 def audit(
-    shelf: Shelf, index: Index, clock: Callable[[], float], *, fix: bool, verify: bool
+    shelf: Shelf,
+    index: Index,
+    clock: Callable[[], float],
+    *,
+    fix: bool,
+    verify: bool,
+    trust: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DiskReport:
-    """Compare files, rows and counts. See `DiskStore.audit`."""
+    """Compare files, rows and counts. See `DiskStore.audit`.
+
+    Args:
+        shelf: The files.
+        index: Their index.
+        clock: Seconds.
+        fix: Mend what is wrong.
+        verify: Read and verify all payloads.
+        trust: Look at no file that has a row: it was flushed before it got its name.
+        progress: Called after each file.
+    """
     if fix:
         index.ensure()
     work = _Audit(shelf, index, clock, fix)
     work.leftovers()
     for path in shelf.strangers():
         work.foreign(path)
-    for path, name in shelf.listing():
+    indexed: set[bytes] = set()
+    if trust:
+        with index.scanning() as sql:
+            indexed.update(rows.names(sql))
+    files = list(shelf.listing())
+    for done, (path, name) in enumerate(files, 1):
         if name is None:
             work.foreign(path)
+        elif name in indexed:
+            work.good.add(name)
         else:
             work.file(name, verify)
+        if progress is not None:
+            progress(done, len(files))
     work.rows()
+    work.descriptions()
     work.counts()
     with index.reading() as sql:
         now = rows.totals(sql)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from llamakeep.errors import StoreError
+from llamakeep.errors import IndexDamaged, StoreError
 from llamakeep.stores.disk.files import private_file, refuse_foreign
 from llamakeep.stores.disk.tally import Refused
 
@@ -28,6 +28,7 @@ SIDE_FILES = (INDEX_FILE, f"{INDEX_FILE}-wal", f"{INDEX_FILE}-shm", f"{INDEX_FIL
 _BUSY_SECONDS = 30.0
 _APPLICATION_ID = 0x6C6B6462
 _WAL_LIMIT_BYTES = 16 << 20
+_LOCK = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 SCHEMA = """
 CREATE TABLE states (
@@ -99,15 +100,20 @@ of the block up to `stop`, int32. `parent` is the name of the segment in the sam
 state hangs off. `writing` has a row for each file that is not indexed yet: its bytes count."""
 
 
+class Busy(Exception):
+    """Others write, or the database has to be made anew, and that was not to be waited for."""
+
+
 class Index:
     """Connections to the database: one looks up, one scans, one writes. From any thread.
 
-    Each serves one thread at a time, and those that read wait for nobody else. A writer holds the
+    Each serves one thread at a time, and those that read wait for no writer. A writer holds the
     database's lock for a few rows at a time, never while a state is read or written. Connections
     do not survive a fork: they are closed before it and made again on both sides when needed.
 
     When the database is missing, damaged or another program's, or its file was replaced, it is
-    made anew with `rebuild`, in one transaction, while others wait.
+    made anew with `rebuild` when it is opened or written to next, in one transaction, while others
+    that write wait; those that read fail until then.
 
     Args:
         directory: Where the database is.
@@ -115,7 +121,8 @@ class Index:
         rebuild: Called in the transaction that makes an empty database, to fill it.
 
     Raises:
-        StoreError: When the database can be neither used nor made.
+        IndexDamaged: When the database cannot be used, and nothing may be written.
+        StoreError: When it can be neither used nor made.
     """
 
     def __init__(
@@ -141,7 +148,7 @@ class Index:
         Raises:
             Refused: After `close`.
             sqlite3.Error: When the database fails.
-            StoreError, OSError: When it was gone and could not be made anew.
+            StoreError, OSError: When it is gone, and was not made anew yet.
         """
         with self._lend("reader") as sql:
             yield sql
@@ -160,35 +167,42 @@ class Index:
     def _lend(self, which: str) -> Iterator[sqlite3.Connection]:
         with self._locks[which]:
             if which not in self._connections or self._is_replaced(which):
+                # Not made anew here if it is gone: who reads does not wait for all files.
                 self._drop(which)
-                if not (self.closed or self.read_only or self.path.exists()):
-                    with self._locks["writer"]:
-                        self._prepare()
                 self._connect(which)
-            with self._noticing_damage():
+            with self._noticing_damage(unless="no such"):  # it may just be made
                 yield self._connections[which]
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """Lend the connection that writes, in a transaction; undone when something is raised.
 
+        Args:
+            wait: For others that write, and for the database to be made anew if need be.
+
         Raises:
+            Busy: When this would have to be waited for.
             Refused: After `close`, and when nothing may be written.
             sqlite3.Error: When the database fails, or stays locked for too long.
             StoreError, OSError: When it had to be made anew and could not be.
         """
         if self.read_only:
             raise Refused("read_only", f"{self.path.parent} is read-only")
-        with self._locks["writer"]:
+        if not self._locks["writer"].acquire(blocking=wait):
+            raise Busy
+        try:
             if self.closed:
                 raise Refused("closed", f"{self.path.parent} is closed")
-            if self._condemned or self._is_replaced("writer"):
+            anew = self._condemned or self._is_replaced("writer")
+            if not wait and (anew or "writer" not in self._connections):
+                raise Busy
+            if anew:
                 self._prepare()
             if "writer" not in self._connections:
                 self._connect("writer")
             sql = self._connections["writer"]
             with self._noticing_damage():
-                sql.execute("BEGIN IMMEDIATE")
+                _begin(sql, wait)
                 try:
                     yield sql
                     sql.execute("COMMIT")
@@ -197,6 +211,18 @@ class Index:
                     if sql.in_transaction:
                         sql.execute("ROLLBACK")
                     raise
+        finally:
+            self._locks["writer"].release()
+
+    def renew(self) -> None:
+        """Make the database anew now if that is due. Else costs a `stat` call.
+
+        Raises:
+            Refused, sqlite3.Error, StoreError, OSError: As `writing` does.
+        """
+        if not self.read_only and (self._condemned or not self.path.exists()):
+            with self.writing():
+                pass
 
     def close(self) -> None:
         """Close all connections, once nobody uses them."""
@@ -212,6 +238,7 @@ class Index:
         Raises:
             Refused, sqlite3.Error, StoreError, OSError: As `writing` does.
         """
+        self.renew()
         try:
             with self.scanning() as sql:
                 (found,) = sql.execute("PRAGMA quick_check(1)").fetchone()
@@ -220,9 +247,7 @@ class Index:
         except sqlite3.DatabaseError:
             if not self._condemned:
                 raise
-        if self._condemned:
-            with self.writing():
-                pass
+        self.renew()
 
     def condemn(self) -> None:
         """Have the database made anew when it is written to next."""
@@ -236,7 +261,12 @@ class Index:
         info = self.path.lstat()
         if stat.S_ISLNK(info.st_mode):
             raise StoreError(f"{self.path} is a symbolic link; a cache may not lead elsewhere")
-        sql = self._open_read_only() if self.read_only else self._open(self.path.as_uri(), "rw")
+        if self.read_only:
+            sql = self._open_read_only()
+        else:
+            sql = self._open(self.path.as_uri(), "rw")
+            if which == "writer":  # to change this, others have to be waited for
+                sql.execute("PRAGMA journal_mode = WAL").fetchall()
         self._connections[which] = sql
         self._identities[which] = (info.st_dev, info.st_ino)
         return sql
@@ -253,7 +283,6 @@ class Index:
             sql.execute("PRAGMA trusted_schema = OFF")
             sql.execute("PRAGMA cell_size_check = ON")
             if mode == "rw":
-                sql.execute("PRAGMA journal_mode = WAL").fetchall()
                 sql.execute("PRAGMA synchronous = NORMAL")
                 sql.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}").fetchall()
         except BaseException:
@@ -289,11 +318,11 @@ class Index:
         return (info.st_dev, info.st_ino) != self._identities.get(which)
 
     @contextmanager
-    def _noticing_damage(self) -> Iterator[None]:
+    def _noticing_damage(self, unless: str | None = None) -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            if is_damage(error):
+            if is_damage(error) and not (unless and unless in str(error)):
                 self.condemn()
             raise
 
@@ -310,7 +339,7 @@ class Index:
         self._drop("writer")
         if self.read_only:
             if not self._is_ours():
-                raise StoreError(f"{self.path} cannot be used, nor be made anew: read-only")
+                raise IndexDamaged(f"{self.path} cannot be used, nor be made anew: read-only")
             return
         with opening(self.path.parent):
             if self._is_replaced("writer"):
@@ -352,6 +381,27 @@ class Index:
         except BaseException:
             self._drop("writer")
             raise
+
+
+def _begin(sql: sqlite3.Connection, wait: bool) -> None:
+    if wait:
+        sql.execute("BEGIN IMMEDIATE")
+        return
+    sql.execute("PRAGMA busy_timeout = 0").fetchall()
+    try:
+        sql.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error) or "busy" in str(error):
+            raise Busy from None
+        raise
+    finally:
+        sql.execute(f"PRAGMA busy_timeout = {int(_BUSY_SECONDS * 1000)}").fetchall()
+
+
+def store_error(message: str, cause: Exception) -> StoreError:
+    """Return what to raise to somebody who asked, because of what went wrong below."""
+    damaged = isinstance(cause, sqlite3.Error) and is_damage(cause)
+    return (IndexDamaged if damaged else StoreError)(f"{message}: {cause}")
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -400,7 +450,7 @@ def opening(directory: Path) -> Iterator[None]:
     path = directory / LOCK_FILE
     with _OPENING:
         private_file(path)
-        with path.open("r+b") as file:
+        with open(os.open(path, _LOCK), "r+b") as file:
             if sys.platform == "win32":
                 import msvcrt
 

@@ -7,15 +7,21 @@ import stat
 from pathlib import Path
 
 from llamakeep.errors import StoreError
+from llamakeep.modelfile import CACHE_FILE, PARTIAL_PREFIX
 from llamakeep.stores.disk.files import Files, private_directory, refuse_foreign
 from llamakeep.stores.disk.index import LOCK_FILE, SIDE_FILES, opening
-from llamakeep.stores.disk.shelf import BLOBS, PARTIAL, TEMPORARY
+from llamakeep.stores.disk.introductions import DESCRIBED
+from llamakeep.stores.disk.owners import this_boot
+from llamakeep.stores.disk.shelf import BLOBS, TEMPORARY, replace
 
 FORMAT_FILE = "FORMAT"
 FORMAT = "llamakeep states, version "
 VERSION = 1
 
-_OURS = {FORMAT_FILE, LOCK_FILE, BLOBS, TEMPORARY, *SIDE_FILES, "fingerprints.json"}
+BOOT_FILE = "boot"
+
+_MAX_BOOT_BYTES = 256
+_OURS = {FORMAT_FILE, LOCK_FILE, BOOT_FILE, BLOBS, DESCRIBED, TEMPORARY, *SIDE_FILES, CACHE_FILE}
 _HARMLESS = {"lost+found"}
 
 
@@ -45,14 +51,19 @@ def prepare(path: Path, files: Files) -> tuple[Path, bool]:
         return root, True
     if not version:
         # A directory is made private, and told what is not ours: so not one of other things.
-        others = sorted(set(os.listdir(root)) - _OURS - _HARMLESS)
+        others = sorted(
+            name
+            for name in set(os.listdir(root)) - _OURS - _HARMLESS
+            if not name.startswith(PARTIAL_PREFIX)
+        )
         if others:
             raise StoreError(f"{root} is no cache of states: it holds {others[0]!r}")
     private_directory(root)
-    for name in (FORMAT_FILE, LOCK_FILE):
+    for name in (FORMAT_FILE, LOCK_FILE, BOOT_FILE):
         refuse_foreign(root / name)
     with opening(root):
         private_directory(root / BLOBS)
+        private_directory(root / DESCRIBED)
         private_directory(root / TEMPORARY)
         if not _version(root):
             _mark(root, files)
@@ -79,14 +90,27 @@ def _version(root: Path) -> int:
 
 
 def _mark(root: Path, files: Files) -> None:
-    path = root / FORMAT_FILE
-    partial = root / TEMPORARY / f"{FORMAT_FILE}-{os.getpid()}{PARTIAL}"
-    files.unlink(partial)
-    with files.create(partial) as file:
-        files.write(file, memoryview(f"{FORMAT}{VERSION}\n".encode()))
-        files.flush(file)
-    files.rename(partial, path)
-    files.flush_directory(root)
+    replace(files, root, root / FORMAT_FILE, f"{FORMAT}{VERSION}\n".encode())
+
+
+def is_of_this_boot(root: Path, files: Files) -> bool:
+    """Return whether files and index were compared since the machine was started."""
+    try:
+        file, _ = files.open(root / BOOT_FILE)
+    except FileNotFoundError:
+        return False
+    with file:
+        return file.read(_MAX_BOOT_BYTES) == this_boot().encode()
+
+
+def note_boot(root: Path, files: Files) -> None:
+    """Note that files and index were compared since the machine was started.
+
+    Raises:
+        BlobRejected: When a link is in the way.
+        OSError: When that fails.
+    """
+    replace(files, root, root / BOOT_FILE, this_boot().encode())
 
 
 def _refuse_others(root: Path) -> None:
@@ -94,7 +118,7 @@ def _refuse_others(root: Path) -> None:
         info = root.stat()
         if info.st_uid != os.geteuid():
             raise StoreError(f"{root} belongs to user {info.st_uid}, not to {os.geteuid()}")
-    for name in (BLOBS, TEMPORARY):
+    for name in (BLOBS, DESCRIBED, TEMPORARY):
         found = root / name
         if found.exists() and not stat.S_ISDIR(found.lstat().st_mode):
             raise StoreError(f"{found} is a link or no directory")

@@ -63,6 +63,15 @@ def this_process() -> Owner:
     return Owner(secrets.token_hex(8), pid, _started(pid) or 0.0, _machine(), _boot())
 
 
+def this_boot() -> str:
+    """Return what is different after every start of the machine, where the system can tell.
+
+    Elsewhere it may also differ when the clock was set; never is it the same after a start.
+    """
+    start, _, _ = _boot().partition(" ")
+    return start or f"since {psutil.boot_time():.0f}"
+
+
 def _started(pid: int) -> float | None:
     """Return when the process was started, or None when there is none, or none of ours."""
     try:

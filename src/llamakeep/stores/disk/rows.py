@@ -11,10 +11,12 @@ transaction. `tokens` are raw here: int32, little-endian, of the block up to the
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -216,12 +218,12 @@ def count_again(sql: sqlite3.Connection) -> None:
     )
 
 
-def touch(sql: sqlite3.Connection, used: Iterable[bytes], time: float) -> None:
-    """Count a use of these states."""
-    sql.executemany(
-        "UPDATE states SET last_used = ?, hits = hits + 1 WHERE name = ?",
-        [(time, name) for name in used],
+def touch(sql: sqlite3.Connection, name: bytes, time: float, *, hit: bool) -> bool:
+    """Note a use of a state, which counts if it is a hit; return whether the state is there."""
+    found = sql.execute(
+        "UPDATE states SET last_used = ?, hits = hits + ? WHERE name = ?", (time, hit, name)
     )
+    return found.rowcount > 0
 
 
 # -- what hangs off what -------------------------------------------------------------------------
@@ -512,9 +514,23 @@ def namespaces_of(sql: sqlite3.Connection, names: Iterable[bytes]) -> set[bytes]
     return {row[0] for row in found if row is not None and row[0] is not None}
 
 
-def introduce(sql: sqlite3.Connection, namespace: bytes, text: str, rolling: bool) -> None:
-    """Note the description of a namespace, as JSON."""
+def introduce(sql: sqlite3.Connection, namespace: bytes, description: Mapping[str, Any]) -> None:
+    """Note the description of a namespace."""
+    text = json.dumps(dict(description), sort_keys=True)
+    rolling = bool(description.get("rolling"))
     sql.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?)", (namespace, text, rolling))
+
+
+def described(sql: sqlite3.Connection) -> list[tuple[bytes, bytes]]:
+    """Return namespaces and their descriptions, unread: nothing seals them."""
+    return sql.execute(
+        "SELECT CAST(digest AS BLOB), CAST(description AS BLOB) FROM namespaces"
+    ).fetchall()
+
+
+def forget_description(sql: sqlite3.Connection, namespace: bytes) -> None:
+    """Take out the description of a namespace."""
+    sql.execute("DELETE FROM namespaces WHERE CAST(digest AS BLOB) = ?", (namespace,))
 
 
 def is_rolling(sql: sqlite3.Connection, namespace: bytes | None) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from llamakeep.errors import BlobRejected
+from llamakeep.errors import BlobRejected, StoreError
+from llamakeep.modelfile import ABANDONED_SECONDS, abandoned
 from llamakeep.states import Buffer, frozen
 from llamakeep.stores.disk.files import Files
 from llamakeep.stores.disk.pool import BufferPool
@@ -30,7 +33,8 @@ from llamakeep.stores.envelope import (
 from llamakeep.tokens import NAME_BYTES, Place
 
 BLOBS, TEMPORARY = "blobs", "tmp"
-SUFFIX, PARTIAL = ".state", ".part"
+SUFFIX, PARTIAL, UNREADY = ".state", ".part", ".new"
+"""A state, one that is being written under a ticket, and a small file that is being written."""
 
 _HEAD_BYTES = 4096
 _READ_BYTES = 1 << 30
@@ -138,28 +142,52 @@ class Shelf:
 
         The name is None for what has no business there: other files, links, and directories.
         """
-        for shard in _entries(self.root / BLOBS):
-            if not shard.is_dir(follow_symlinks=False) or len(shard.name) != 2:
-                yield Path(shard.path), None
+        blobs = self.root / BLOBS
+        for shard, is_directory in self.entries(blobs):
+            if not is_directory or len(shard) != 2:
+                yield blobs / shard, None
                 continue
-            for entry in _entries(Path(shard.path)):
-                name = _name_of(entry.name)
-                right = name is not None and entry.name.startswith(shard.name)
-                yield Path(entry.path), name if right else None
+            for file, _ in self.entries(blobs / shard):
+                name = _name_of(file)
+                right = name is not None and file.startswith(shard)
+                yield blobs / shard / file, name if right else None
 
     def leftovers(self) -> list[str]:
         """Return the tickets of the files that are being written, or were when it ended."""
         return [
-            entry.name.removesuffix(PARTIAL)
-            for entry in _entries(self.root / TEMPORARY)
-            if entry.name.endswith(PARTIAL)
+            file.removesuffix(PARTIAL)
+            for file, _ in self.entries(self.root / TEMPORARY)
+            if file.endswith(PARTIAL)
         ]
 
     def strangers(self) -> Iterator[Path]:
         """Yield what has no business among the files that are being written."""
-        for entry in _entries(self.root / TEMPORARY):
-            if not entry.name.endswith(PARTIAL):
-                yield Path(entry.path)
+        for file, _ in self.entries(self.root / TEMPORARY):
+            if not file.endswith((PARTIAL, UNREADY)):
+                yield self.root / TEMPORARY / file
+
+    def abandoned(self, now: float) -> Iterator[Path]:
+        """Yield small files that somebody who is gone was writing.
+
+        Nobody notes who writes them: those count as abandoned that are old.
+        """
+        yield from abandoned(self.root, now)
+        for file, _ in self.entries(self.root / TEMPORARY):
+            info = self.files.stat(self.root / TEMPORARY / file) if file.endswith(UNREADY) else None
+            if info is not None and now - info.st_mtime > ABANDONED_SECONDS:
+                yield self.root / TEMPORARY / file
+
+    def entries(self, directory: Path) -> list[tuple[str, bool]]:
+        """Return what is in a directory. See `Files.listing`.
+
+        Raises:
+            StoreError: When a link leads there.
+            OSError: When it cannot be read.
+        """
+        try:
+            return self.files.listing(directory)
+        except BlobRejected as error:
+            raise StoreError(f"{error}; a cache may not lead elsewhere") from None
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -189,7 +217,7 @@ class Shelf:
         try:
             self.files.rename(self.partial(ticket), path)
         except FileNotFoundError:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self.files.make_directory(path.parent)
             self.files.rename(self.partial(ticket), path)
 
     def flush(self, name: bytes) -> None:
@@ -204,6 +232,15 @@ class Shelf:
             self.files.flush_directory(shard.parent)
             self._flushed.add(shard.name)
 
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a small file of the directory as a whole, in place of the one that is there.
+
+        Raises:
+            BlobRejected: When a link is in the way.
+            OSError: When that fails.
+        """
+        replace(self.files, self.root, path, data)
+
     def discard(self, ticket: str) -> None:
         """Remove a file that is under its temporary name, if it is there."""
         self.files.unlink(self.partial(ticket))
@@ -211,6 +248,21 @@ class Shelf:
     def drop(self, name: bytes) -> None:
         """Remove the file of a state, if it is there."""
         self.files.unlink(self.path(name))
+
+
+def replace(files: Files, root: Path, path: Path, data: bytes) -> None:
+    """Write a small file below `root` as a whole. See `Shelf.replace`."""
+    partial = root / TEMPORARY / f"{path.name}-{secrets.token_hex(8)}{UNREADY}"
+    try:
+        with files.create(partial) as file:
+            files.write(file, memoryview(data))
+            files.flush(file)
+        files.rename(partial, path)
+    except BaseException:
+        with suppress(OSError, BlobRejected):
+            files.unlink(partial)
+        raise
+    files.flush_directory(path.parent)
 
 
 _NOTHING: Buffer = frozen(np.empty(0, np.uint8))
@@ -261,14 +313,6 @@ def read_payload(file: io.BufferedIOBase | io.RawIOBase, head: bytes, data: Buff
         if not n:
             raise BlobRejected(f"ends after {done:,} of {len(view):,} bytes", reason="truncated")
         done += n
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return []
 
 
 def _name_of(file_name: str) -> bytes | None:

@@ -3,14 +3,18 @@
 ::
 
     FORMAT              which layout this is
+    boot                in which start of the machine files and index were compared
     index.sqlite3       what is there, and what hangs off what; made again from the files if lost
     lock                held while the directory is opened
     blobs/ab/abcd...state    one state each, in the form of `envelope.py`
+    namespaces/abcd...json   what the parts of a namespace are
     tmp/                files that are being written
 
-The files are the truth. A state is written under a temporary name, flushed to the device, renamed
-and indexed in one transaction, and its directory flushed; when `put` returns True, all that has
-happened. Reading goes by the name alone, past the index.
+The files are the truth; of what the index knows, only hits and times of use are lost with it. A
+state is written under a temporary name, flushed to the device, renamed and indexed in one
+transaction, and its directory flushed; when `put` returns True, all that has happened. The index is
+not flushed each time: whoever opens the directory first after a start of the machine compares it
+with the files. Reading goes by the name alone, past the index.
 """
 
 from __future__ import annotations
@@ -24,15 +28,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamakeep.errors import IntegrityError, InvalidValue, StoreError, whole_number
+from llamakeep.errors import IntegrityError, InvalidValue, whole_number
 from llamakeep.policy import Policy, get_policy
 from llamakeep.states import Block, Buffer, Record
-from llamakeep.stores.disk import archive, audit, catalog, layout, rows
+from llamakeep.stores.descriptions import parse_description
+from llamakeep.stores.disk import archive, audit, catalog, introductions, layout, rows
 from llamakeep.stores.disk.archive import Imported, Progress, Target
 from llamakeep.stores.disk.audit import DiskReport
 from llamakeep.stores.disk.catalog import Catalog, DiskEntry, DiskStats
 from llamakeep.stores.disk.files import Files, on_disk
-from llamakeep.stores.disk.index import Index, is_damage
+from llamakeep.stores.disk.index import Busy, Index, is_damage, store_error
 from llamakeep.stores.disk.room import Room
 from llamakeep.stores.disk.shelf import FileRejected, Shelf
 from llamakeep.stores.disk.tally import Refused, Tally
@@ -43,6 +48,7 @@ _KEEP = {"version", "secret", "symlink"}
 """Why a file is refused but left alone: it may be good for somebody else, or is no file of ours."""
 
 _NAMES_AT_ONCE = 256
+_MOST_FORGOTTEN = 1024
 
 
 class DiskStore:
@@ -73,11 +79,14 @@ class DiskStore:
 
     Raises:
         InvalidValue: For a negative limit or an unknown policy.
+        IndexDamaged: A `StoreError`, when the index cannot be used, and nothing may be written.
         StoreError: When the directory cannot be used: not ours, of a newer version, not writable
             and empty, ...; the message says which it is and why.
     """
 
     tier = "disk"
+    is_remote = False
+    reads_into_its_own = True
 
     def __init__(
         self,
@@ -99,7 +108,8 @@ class DiskStore:
         self.counters = self._tally.counters
         self._clock = clock
         self._unsettled: list[tuple[str, bytes | None]] = []
-        self._introduced: dict[bytes, tuple[str, bool]] = {}
+        self._forgotten: dict[bytes, tuple[int, int] | None] = {}
+        self._introduced: dict[bytes, dict[str, Any]] = {}
         files = files or Files()
         try:
             self.path, self.read_only = layout.prepare(Path(path), files)
@@ -122,7 +132,7 @@ class DiskStore:
                 self._index.close()
                 raise
         except (OSError, sqlite3.Error, Refused) as error:
-            raise StoreError(f"{path} cannot keep states: {error}") from error
+            raise store_error(f"{path} cannot keep states", error) from error
 
     def _default_bytes(self) -> int:
         with self._index.reading() as sql:
@@ -143,8 +153,20 @@ class DiskStore:
             self._room.trim(max_bytes)
 
     def _settle_the_dead(self) -> None:
-        for kind, n in audit.settle_the_dead(self._shelf, self._index, self._clock).items():
+        rebooted = not layout.is_of_this_boot(self.path, self._shelf.files)
+        try:
+            done = audit.settle_the_dead(self._shelf, self._index, self._clock, rebooted=rebooted)
+        except OSError as error:
+            if not rebooted:
+                raise
+            self._tally.report("errors_read", f"{error}; the next to open compares again")
+            return
+        for kind, n in done.items():
             self._tally.count(kind, n)
+        if rebooted:
+            # After it: what ends in between is compared again.
+            with self._tally.quietly("write"):
+                layout.note_boot(self.path, self._shelf.files)
 
     def __repr__(self) -> str:
         return f"DiskStore({str(self.path)!r}, {self.capacity_bytes:,} bytes at most)"
@@ -178,9 +200,10 @@ class DiskStore:
     ) -> bool:
         """Keep the blob that `produce` returns. See `Store.put`.
 
-        True means that it is on the device, whatever happens next. Costs a hash, a write and three
-        flushes. A blob of which another thread or process writes the same name now is written by
-        both.
+        True means that it is on the device, whatever happens next: if the machine goes down before
+        its row is there, too, that is made again when the directory is opened. Costs a hash, a
+        write and three flushes. A blob of which another thread or process writes the same name now
+        is written by both.
 
         Raises:
             InvalidValue: For a negative size, or a name that is not that of the place.
@@ -192,9 +215,9 @@ class DiskStore:
         cost = self.cost_bytes(n_bytes, place)
         ticket = None
         with self._tally.quietly("write"):
+            self._settle()
             if self._has(name):
                 return True
-            self._settle()
             ticket = self._room.reserve(name, cost, place)
             if ticket is None:
                 return True
@@ -235,11 +258,11 @@ class DiskStore:
         try:
             self._shelf.peek(name)
         except FileNotFoundError:
-            self._forget(name, None)
+            self._forget(name, None, wait=True)
         except FileRejected as error:
             if error.reason in _KEEP:
                 raise Refused(error.reason, f"{self._shelf.path(name)} {error}") from None
-            self._reject(name, error)
+            self._reject(name, error, wait=True)
         else:
             if pending:
                 self._shelf.flush(name)  # whoever wrote it has not come to this
@@ -254,10 +277,24 @@ class DiskStore:
         self._unsettled.append((ticket, failed))
 
     def _settle(self) -> None:
-        """Try again to end writes whose end could not be noted."""
+        """Do what could not be done before: end writes, and take out what a read found gone.
+
+        Raises:
+            OSError, sqlite3.Error, StoreError, Refused: When the directory or the index fails.
+        """
+        if self.read_only:
+            return
+        self._index.renew()
         pending, self._unsettled = self._unsettled, []
         for ticket, failed in pending:
             self._end(ticket, failed)
+        while self._forgotten:
+            try:
+                name, identity = self._forgotten.popitem()
+            except KeyError:
+                break  # another thread was faster
+            with self._tally.quietly("write"):
+                self._forget(name, identity, wait=True)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -265,16 +302,19 @@ class DiskStore:
         """Return the blob, verified and read-only, or None. Changes nothing, unless it is bad.
 
         Costs a read and a hash. The memory behind it is used again once no array looks into it.
-        A file that is not what was put is counted, logged and removed; one that another version or
-        another secret made is left alone.
+        A file that is not what was put is counted, logged and removed, now if nobody writes just
+        then, else before the next `put`; one that another version or another secret made is left
+        alone. No writer is waited for.
         """
+        if self._index.closed:
+            return None
         with self._tally.quietly("read"):
             try:
                 return self._shelf.read(name)[1]
             except (FileNotFoundError, NotADirectoryError):
-                self._forget(name, None)
+                self._forget(name, None, wait=False)
             except FileRejected as error:
-                self._reject(name, error)
+                self._reject(name, error, wait=False)
         return None
 
     def get_many(self, names: Sequence[bytes]) -> Iterator[Buffer | None]:
@@ -285,7 +325,8 @@ class DiskStore:
     def find(self, blocks: Sequence[Block]) -> list[Record]:
         """Return what is kept in these blocks and begins like the prompt. See `Tier.find`.
 
-        Costs one look-up for each block, and two for each distinct start of a span in it.
+        Costs one look-up for each block, and two for each distinct start of a span in it. An index
+        that is gone or damaged finds nothing; it is made anew with the next write.
         """
         with self._tally.quietly("read"), self._index.reading() as sql:
             try:
@@ -296,34 +337,46 @@ class DiskStore:
                 raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
         return []
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Count a use of these states, so that they are dropped later. See `Tier.touch`."""
+    def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:
+        """Note that states are wanted; return those that are not here. See `Tier.touch`."""
         if not names or self.read_only:
-            return
+            return []
         with self._tally.quietly("write"), self._index.writing() as sql:
-            rows.touch(sql, names, rows.next_time(sql, self._clock()))
+            time = rows.next_time(sql, self._clock())
+            return [name for name in names if not rows.touch(sql, name, time, hit=hit)]
+        return []
 
-    def _reject(self, name: bytes, error: FileRejected) -> None:
+    def _reject(self, name: bytes, error: FileRejected, *, wait: bool) -> None:
         """Count a file that is not what was put, and remove it unless it may be somebody else's."""
         self._tally.report(f"rejected_{error.reason}", f"{self._shelf.path(name)} {error}")
         if error.reason not in _KEEP:
-            self._forget(name, error.identity)
+            self._forget(name, error.identity, wait=wait)
 
-    def _forget(self, name: bytes, identity: tuple[int, int] | None) -> None:
-        """Take out a state whose file is gone, or is this one."""
+    def _forget(self, name: bytes, identity: tuple[int, int] | None, *, wait: bool) -> None:
+        """Take out a state whose file is gone, or is this one.
+
+        While others write it is only noted, unless `wait`.
+
+        Raises:
+            OSError, sqlite3.Error, StoreError, Refused: When the directory or the index fails.
+        """
+        if self.read_only:
+            return
         with self._index.reading() as sql:
             known = rows.get(sql, name) is not None
         if not known and identity is None:
             return
-        if self.read_only:
-            return
-        with self._index.writing() as sql:
-            found = self._shelf.stat(name)
-            if found is not None and identity == (found.st_dev, found.st_ino):
-                self._shelf.drop(name)
-                found = None
-            if found is None:
-                self._tally.count("lost", self._room.drop(sql, [name]))
+        try:
+            with self._index.writing(wait=wait) as sql:
+                found = self._shelf.stat(name)
+                if found is not None and identity == (found.st_dev, found.st_ino):
+                    self._shelf.drop(name)
+                    found = None
+                if found is None:
+                    self._tally.count("lost", self._room.drop(sql, [name]))
+        except Busy:
+            if len(self._forgotten) < _MOST_FORGOTTEN:  # reading it again notices again
+                self._forgotten[name] = identity
 
     # -- dropping ----------------------------------------------------------------------------------
 
@@ -348,6 +401,7 @@ class DiskStore:
     def _drop_all(self, chosen: Callable[[sqlite3.Connection], list[bytes]]) -> int:
         """Drop states until none of the chosen is left, also those that come meanwhile."""
         n_gone = 0
+        self._index.renew()
         while True:
             with self._index.scanning() as sql:
                 names = chosen(sql)
@@ -448,7 +502,8 @@ class DiskStore:
             digest = bytes.fromhex(catalog.resolve(prefix, known, "namespace"))
             n_gone = self._drop_all(lambda sql: rows.names_in(sql, digest))
             with self._index.writing() as sql:
-                sql.execute("DELETE FROM namespaces WHERE digest = ?", (digest,))
+                introductions.drop(self._shelf, digest)
+                rows.forget_description(sql, digest)
         return n_gone
 
     def export(
@@ -495,7 +550,7 @@ class DiskStore:
         try:
             yield
         except (OSError, sqlite3.Error, Refused) as error:
-            raise StoreError(f"{self.path}: {error}") from error
+            raise store_error(str(self.path), error) from error
 
     # -- namespaces --------------------------------------------------------------------------------
 
@@ -506,19 +561,37 @@ class DiskStore:
         without a checkpoint: they go with the last one below them.
         """
         text = json.dumps(dict(description), sort_keys=True)
-        rolling = bool(description.get("rolling"))
-        self._introduced[namespace] = text, rolling
-        if self.read_only or self.namespaces().get(namespace) == json.loads(text):
+        said = parse_description(text)
+        if said is None:
+            self._tally.report("refused_description", f"{namespace.hex()} is described at length")
             return
-        with self._tally.quietly("write"), self._index.writing() as sql:
-            rows.introduce(sql, namespace, text, rolling)
+        self._introduced[namespace] = said
+        if self.read_only:
+            return
+        known = self.namespaces().get(namespace) == said
+        with self._tally.quietly("write"):
+            if not known or not introductions.has(self._shelf, namespace):
+                introductions.write(self._shelf, namespace, text)
+            if not known:
+                with self._index.writing() as sql:
+                    rows.introduce(sql, namespace, said)
 
     def namespaces(self) -> dict[bytes, dict[str, Any]]:
-        """Return the descriptions of the namespaces that were introduced."""
+        """Return the descriptions of the namespaces that were introduced.
+
+        What is none, because the index is damaged, is left out, counted and logged.
+        """
+        known: dict[bytes, dict[str, Any]] = {}
         with self._tally.quietly("read"), self._index.reading() as sql:
-            found = sql.execute("SELECT digest, description FROM namespaces").fetchall()
-            return {digest: json.loads(text) for digest, text in found}
-        return {}
+            for digest, text in rows.described(sql):
+                said = parse_description(text)
+                if said is None or len(digest) != NAME_BYTES:
+                    self._tally.report(
+                        "rejected_description", f"what describes {digest.hex()} is damaged"
+                    )
+                else:
+                    known[digest] = said
+        return known
 
     # -- the rest of a store -----------------------------------------------------------------------
 
@@ -547,13 +620,16 @@ class DiskStore:
         if report.problems and not fix:
             raise IntegrityError(str(report))
 
-    def audit(self, *, fix: bool = False, verify: bool = True) -> DiskReport:
+    def audit(
+        self, *, fix: bool = False, verify: bool = True, progress: Progress | None = None
+    ) -> DiskReport:
         """Compare the files with the index, and what is counted with what is there.
 
         Args:
             fix: Index what is good, remove what is not and what the dead left behind, count again.
                 What a newer version or another secret made is left alone.
             verify: Read and verify all payloads; else only headers and sizes.
+            progress: Called after each file with how many are done, and of how many.
 
         Returns:
             What was found.
@@ -562,7 +638,14 @@ class DiskStore:
             StoreError: When the directory or the index cannot be read.
         """
         with self._asked():
-            return audit.audit(self._shelf, self._index, self._clock, fix=fix, verify=verify)
+            return audit.audit(
+                self._shelf,
+                self._index,
+                self._clock,
+                fix=fix,
+                verify=verify,
+                progress=progress,
+            )
 
     def close(self) -> None:
         """Let go of files and connections; then everything is a miss. Again: does nothing."""
@@ -579,9 +662,13 @@ class DiskStore:
         self.close()
 
     def _rebuild(self, sql: sqlite3.Connection) -> None:
-        n_states, n_refused = audit.rebuild(self._shelf, sql)
-        for namespace, (text, rolling) in self._introduced.items():
-            rows.introduce(sql, namespace, text, rolling)
+        n_states, n_refused, n_undescribed = audit.rebuild(self._shelf, sql)
+        if n_undescribed:
+            self._tally.report(
+                "rejected_description", f"{n_undescribed:,} descriptions are damaged"
+            )
+        for namespace, said in self._introduced.items():
+            rows.introduce(sql, namespace, said)
         if n_states or n_refused:
             self._tally.report(
                 "rebuilt",

@@ -206,7 +206,7 @@ class RedisBlobs:
 
     def _set(self, key: str, value: bytes | memoryview, expires_ms: int) -> bool:
         command = ("SET", key, value, "PXAT", expires_ms)
-        (reply,) = self._link.run([command], n_bytes=len(value), patient=True)
+        (reply,) = self._link.run([command], n_bytes=len(value))
         return not isinstance(reply, Exception)
 
     @staticmethod

@@ -35,13 +35,11 @@ class Ticket:
 class CircuitBreaker:
     """Lets calls through while a server answers, and none while it does not.
 
-    One failure opens it. Then nothing passes for a cool-down; after it a single call does, the
-    probe. If that fails, the next cool-down is twice as long, up to a limit. If it succeeds, all
-    pass again; but the cool-downs start short again only when no failure followed for as long as
-    the longest one, so a server that answers and falls silent in turns is not trusted each time.
-
-    Whoever cannot wait well, a request that reads, is let through as a probe only after twice the
-    cool-down: those who write in the background come first, and find out in its place.
+    One failure opens it. Then nothing passes until a probe found the server back, which is sent
+    after a cool-down by somebody who has nothing else to do: see `Prober`. If the probe fails, the
+    next cool-down is twice as long, up to a limit. If it succeeds, all pass again; but the
+    cool-downs start short again only when no failure followed for as long as the longest one, so a
+    server that answers and falls silent in turns is not trusted each time.
 
     What began before the breaker last changed its mind does not change it again: ten calls that
     time out together count once. From any thread; costs a lock.
@@ -81,17 +79,20 @@ class CircuitBreaker:
         """The current cool-down, the last one while closed, 0 before the first failure."""
         return self._cooldown_s
 
-    def enter(self, *, patient: bool) -> Ticket | None:
-        """Return leave to try, or None: do without, at once.
-
-        Args:
-            patient: The caller works in the background and may be the probe first.
-        """
+    def enter(self) -> Ticket | None:
+        """Return leave to try, or None: do without, at once."""
         with self._lock:
-            if self._state == "closed":
-                return Ticket(self._era, probe=False)
-            wait_s = self._cooldown_s * (1 if patient else 2)
-            if self._state == "half-open" or self._clock() - self._since < wait_s:
+            return Ticket(self._era, probe=False) if self._state == "closed" else None
+
+    def wait_s(self) -> float:
+        """Return the seconds until a probe is due; 0 when it is."""
+        with self._lock:
+            return max(0.0, self._since + self._cooldown_s - self._clock())
+
+    def probe(self) -> Ticket | None:
+        """Return leave to probe, or None: it is not due, on its way, or not needed."""
+        with self._lock:
+            if self._state != "open" or self._clock() - self._since < self._cooldown_s:
                 return None
             self._change("half-open")
             return Ticket(self._era, probe=True)

@@ -355,7 +355,7 @@ class RedisLedger:
             Unreachable: When the server cannot be asked.
         """
         names = self._texts(("ZRANGE", self._keys[0], 0, n - 1))
-        raws = self._link.run([self.reading(name) for name in names], patient=True)
+        raws = self._link.run([self.reading(name) for name in names])
         return [
             (name, self.parsed(raw))
             for name, raw in zip(names, raws, strict=True)
@@ -369,7 +369,7 @@ class RedisLedger:
             Unreachable: When the server cannot be asked.
         """
         commands = [("ZSCORE", self._keys[0], name) for name in names]
-        replies = self._link.run(commands, patient=True)
+        replies = self._link.run(commands)
         return [reply if isinstance(reply, float) else None for reply in replies]
 
     def walk(self) -> Iterator[list[tuple[bytes, Entry]]]:
@@ -381,7 +381,7 @@ class RedisLedger:
         cursor = 0
         for _ in range(_MAX_ROUNDS):
             cursor, found = self._one(("HSCAN", self._keys[1], cursor, "COUNT", 1000))
-            yield [(name, Entry.parse(raw)) for name, raw in found.items()]
+            yield [(self._link.text(name), self.parsed(raw)) for name, raw in found.items()]
             if not cursor:
                 break
 
@@ -396,7 +396,7 @@ class RedisLedger:
         return [self._link.text(one) for one in self._link.rows(self._one(command))]
 
     def _one(self, command: Command) -> Any:
-        (reply,) = self._link.run([command], patient=True)
+        (reply,) = self._link.run([command])
         if isinstance(reply, Exception):
             raise Unreachable(str(reply))
         return reply

@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from llamakeep.stores.redis.breaker import CircuitBreaker, Ticket, Unreachable
 from llamakeep.stores.redis.deadlines import Deadlines, Resolver, TimedSocket
+from llamakeep.stores.redis.prober import Prober
 from llamakeep.stores.redis.url import RedisAddress
 
 logger = logging.getLogger("llamakeep")
@@ -63,6 +64,9 @@ class RedisLink:
         timeout_s: The longest silence, and the time for an operation that moves nothing.
         connect_timeout_s: What a connection may take on top, once for an operation.
         min_bytes_per_s: What an operation moves may take its time at this rate on top.
+
+    Attributes:
+        prober: Finds out whether a server that failed is back.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class RedisLink:
     ) -> None:
         self._address = address
         self._breaker = breaker
+        self.prober = Prober(breaker, self._ping)
         self._count = count
         self._timeout_s = timeout_s
         self._min_bytes_per_s = min_bytes_per_s
@@ -110,9 +115,7 @@ class RedisLink:
 
     # -- running commands --------------------------------------------------------------------------
 
-    def run(
-        self, commands: Sequence[Command], *, n_bytes: int = 0, patient: bool = False
-    ) -> list[Any]:
+    def run(self, commands: Sequence[Command], *, n_bytes: int = 0) -> list[Any]:
         """Run commands in one round trip for each node, and return their replies.
 
         A reply that is an error is an exception in the list, counted and logged.
@@ -120,25 +123,22 @@ class RedisLink:
         Args:
             commands: To run; in order, where one node runs them.
             n_bytes: What they move, about.
-            patient: No request waits for this: it may find out whether the server is back.
 
         Raises:
             Unreachable: When there is no answer in time, or nobody was asked.
         """
         if not commands:
             return []
-        return self.call(lambda client: self._pipeline(client, commands), n_bytes, patient)
+        return self.call(lambda client: self._pipeline(client, commands), n_bytes)
 
-    def call(self, operation: Callable[[Any], T], n_bytes: int = 0, patient: bool = False) -> T:
+    def call(self, operation: Callable[[Any], T], n_bytes: int = 0) -> T:
         """Run an operation on redis-py's client, as `run` does."""
-        ticket = None if self._closed else self._breaker.enter(patient=patient)
-        if ticket is not None and ticket.probe and patient:
-            # What is small finds out, before what is large is tried.
-            self._attempt(ticket, lambda client: client.ping(), 0)
-            ticket = self._breaker.enter(patient=patient)
+        ticket = None if self._closed else self._breaker.enter()
         if ticket is None:
             self._count("skipped")
+            self.prober.watch()  # it may have been left behind by a fork
             raise Unreachable("closed" if self._closed else "the server lately did not answer")
+        self._count("round_trips")
         return self._attempt(ticket, operation, n_bytes)
 
     def whole(self, reply: Any) -> int:
@@ -181,7 +181,7 @@ class RedisLink:
         """
         if self._address.topology != "cluster":
             return [None]
-        return self.call(lambda client: list(client.get_primaries()), patient=True)
+        return self.call(lambda client: list(client.get_primaries()))
 
     def on_node(self, node: Any, *command: Any) -> Any:
         """Run a command without keys on one of `nodes`.
@@ -197,7 +197,7 @@ class RedisLink:
             except exceptions.ResponseError as error:
                 return [error]
 
-        (reply,) = self.call(execute, patient=True)
+        (reply,) = self.call(execute)
         if isinstance(reply, Exception):
             raise self.nonsense(reply) from reply
         return reply
@@ -219,6 +219,7 @@ class RedisLink:
     def close(self) -> None:
         """Close all connections. What other threads are waiting for fails. Again does nothing."""
         self._closed = True
+        self.prober.end()
         with self._lock:
             client, self._client = self._client, None
             sentinel, self._sentinel = self._sentinel, None
@@ -229,6 +230,7 @@ class RedisLink:
         for one in sentinel.sentinels if sentinel is not None else ():
             one.close()
             one.connection_pool.disconnect()
+        self.prober.join(self._timeout_s)
         self._resolver.close(self._timeout_s)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -246,8 +248,14 @@ class RedisLink:
             replies: list[Any] = pipe.execute(raise_on_error=False)
             return replies
 
+    def _ping(self, ticket: Ticket) -> None:
+        """Find out whether the server is back; of a cluster, whether all of it is."""
+        self._count("probes")
+        where = {"target_nodes": "primaries"} if self._address.topology == "cluster" else {}
+        with contextlib.suppress(Unreachable):  # counted, and the breaker knows
+            self._attempt(ticket, lambda client: client.ping(**where), 0)
+
     def _attempt(self, ticket: Ticket, operation: Callable[[Any], T], n_bytes: int) -> T:
-        self._count("round_trips")
         try:
             with self._deadlines.within(self._timeout_s + n_bytes / self._min_bytes_per_s):
                 result = operation(self._connected())
@@ -327,6 +335,7 @@ class RedisLink:
         if not self._breaker.failed(ticket) or self._closed:
             return
         self._count("breaker_opened")
+        self.prober.watch()
         cause = error.__cause__ if isinstance(error, exceptions.RedisClusterException) else error
         if isinstance(cause, _AUTH):
             if not self._said_auth:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from llamakeep.stores.descriptions import MAX_DESCRIPTION_BYTES, parse_description
 from llamakeep.stores.redis.index import MAX_LISTED
 from llamakeep.stores.redis.keys import RedisKeys
 
 if TYPE_CHECKING:
     from llamakeep.stores.redis.link import RedisLink
-
-_MAX_DESCRIPTION_BYTES = 1 << 16
 
 
 class RedisNamespaces:
@@ -39,32 +38,28 @@ class RedisNamespaces:
     def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         """Write one. One that is too long for `read` is refused."""
         text = json.dumps(dict(description), sort_keys=True).encode()
-        if len(text) > _MAX_DESCRIPTION_BYTES:
+        if len(text) > MAX_DESCRIPTION_BYTES:
             self._count("refused_description")
             return
         self._link.run(
             [("HSET", self._key, namespace, text), ("PEXPIRE", self._key, self._ttl_ms)],
-            patient=True,
         )
 
     def read(self) -> dict[bytes, dict[str, Any]]:
         """Return them; at most 1,024, of 64 KiB each, whatever is there."""
-        (reply,) = self._link.run([("HRANDFIELD", self._key, MAX_LISTED)], patient=True)
+        (reply,) = self._link.run([("HRANDFIELD", self._key, MAX_LISTED)])
         names = [self._link.text(name) for name in self._link.rows(reply)]
-        sizes = self._link.run([("HSTRLEN", self._key, name) for name in names], patient=True)
+        sizes = self._link.run([("HSTRLEN", self._key, name) for name in names])
         names = [
             name
             for name, size in zip(names, sizes, strict=True)
-            if self._link.whole(size) <= _MAX_DESCRIPTION_BYTES
+            if self._link.whole(size) <= MAX_DESCRIPTION_BYTES
         ]
-        texts = self._link.run([("HGET", self._key, name) for name in names], patient=True)
+        texts = self._link.run([("HGET", self._key, name) for name in names])
         found: dict[bytes, dict[str, Any]] = {}
         for name, text in zip(names, texts, strict=True):
-            try:
-                description = json.loads(text)
-            except (TypeError, ValueError, RecursionError):
-                description = None
-            if isinstance(description, dict):
+            description = parse_description(text)
+            if description is not None:
                 found[name] = description
             else:
                 self._count("rejected_description")

@@ -46,7 +46,8 @@ class RedisStore:
 
     Makes no connection before it is used. Whatever happens to the server, reading is a miss and
     writing is refused; `counters` say how often and why. A server that does not answer is asked
-    once, and then left alone for a while: see `CircuitBreaker`.
+    once, and then left alone until a thread of this store's own, which runs only then, has found it
+    back: see `CircuitBreaker` and `Prober`. So a request pays for it once.
 
     The server decides what to drop: each blob expires `ttl_s` after its last use, and what does
     not fit its memory goes by its own policy (`maxmemory-policy`: `allkeys-lru` suits a server
@@ -83,6 +84,8 @@ class RedisStore:
     """
 
     tier = "shared"
+    is_remote = True
+    reads_into_its_own = False
 
     def __init__(
         self,
@@ -211,16 +214,26 @@ class RedisStore:
     def find(self, blocks: Sequence[Block]) -> list[Record]:
         """Return what is kept in these blocks and begins like the prompt. See `Tier.find`.
 
-        One round trip, and a second one when spans start elsewhere than blocks do.
+        One round trip when there is nothing; one more when spans start elsewhere than blocks do,
+        and one that asks for all records together whether their blobs are still there: the server
+        drops blobs, not records.
         """
         try:
             found = self._index.find(blocks)
+            sizes = self._blobs.sizes([record.name for record, _, _ in found])
         except Unreachable:
             self._count("misses_unreachable")
             return []
-        for record, spot, n_bytes in found:
+        kept, gone = [], []
+        for (record, spot, n_bytes), size in zip(found, sizes, strict=True):
             self._known.learn(record.name, spot, n_bytes)
-        return [record for record, _, _ in found]
+            if size == 0:
+                gone.append(record.name)
+            else:
+                kept.append(record)
+        if gone:
+            self._forget(gone)
+        return kept
 
     def get(self, name: bytes) -> Buffer | None:
         """Return the blob, read-only, or None. See `Store.get`."""
@@ -241,8 +254,7 @@ class RedisStore:
                     name for (name, _), value in zip(batch, values, strict=True) if value == b""
                 ]
                 if gone:
-                    self._count("misses_gone", len(gone))
-                    self._quietly(self._writer.forget, gone)
+                    self._forget(gone)
                 for index, (name, expected) in enumerate(batch):
                     value, values[index] = values[index], None
                     n_yielded += 1
@@ -314,15 +326,21 @@ class RedisStore:
         if old != new and new in self and self.delete(old):
             self._count("superseded")
 
-    def touch(self, names: Sequence[bytes]) -> None:
+    def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:
         """Let these states, and what finds them, live `ttl_s` from now. See `Tier.touch`.
 
         Two round trips. A state that this process neither found nor wrote lives on, but what finds
         it is not known here.
         """
+        absent: list[bytes] = []
         # Some at a time: the server does nothing else while it looks at them.
         for at in range(0, len(names), _TOUCHED_AT_ONCE):
-            self._quietly(self._writer.extend, names[at : at + _TOUCHED_AT_ONCE])
+            try:
+                absent += self._writer.extend(names[at : at + _TOUCHED_AT_ONCE])
+            except Unreachable:
+                self._count("refused_unreachable")
+                break
+        return absent
 
     def clear(self) -> None:
         """Drop everything under this prefix. Walks through all keys of the server.
@@ -426,6 +444,11 @@ class RedisStore:
     def _reject(self, name: bytes, error: BlobRejected) -> None:
         self._count(f"rejected_{error.reason}")
         logger.warning("blob %s on %s %s", name.hex()[:16], self._address.shown, error)
+
+    def _forget(self, gone: list[bytes]) -> None:
+        """Take out the records of blobs that the server dropped, so that nobody asks again."""
+        self._count("misses_gone", len(gone))
+        self._quietly(self._writer.forget, gone)
 
     def _quietly(self, action: Callable[..., object], *arguments: object) -> None:
         try:

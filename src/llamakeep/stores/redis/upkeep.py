@@ -116,11 +116,11 @@ class RedisUpkeep:
 
     def _bytes_of(self, name: bytes, entry: Entry) -> int:
         keys = self._keys.chunks(name, entry.n_chunks)
-        replies = self._link.run([("STRLEN", key) for key in keys], patient=True)
+        replies = self._link.run([("STRLEN", key) for key in keys])
         return sum(self._link.whole(reply) for reply in replies)
 
     def _unlink(self, keys: Iterable[bytes]) -> None:
         # One by one: they are on several nodes.
-        for reply in self._link.run([("UNLINK", key) for key in keys], patient=True):
+        for reply in self._link.run([("UNLINK", key) for key in keys]):
             if isinstance(reply, Exception):
                 raise Unreachable(str(reply)) from reply

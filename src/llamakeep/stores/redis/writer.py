@@ -96,7 +96,7 @@ class RedisWriter:
             if fits:
                 # First the ledger, then the blob: who is entered there as kept was written.
                 commands.insert(0, self._ledger.reserving(name, entry, instead))
-            *asked, glance = self._link.run(commands, patient=True)
+            *asked, glance = self._link.run(commands)
             reservation = self._ledger.reserved(asked[0], entry) if fits else None
             if isinstance(glance, Exception):
                 self._give_back(name, reservation)
@@ -131,7 +131,7 @@ class RedisWriter:
 
     def release(self, name: bytes, reservation: Reservation) -> None:
         """Give a reservation back that nothing was written for."""
-        self._link.run([self._ledger.releasing([(name, reservation.entry)])], patient=True)
+        self._link.run([self._ledger.releasing([(name, reservation.entry)])])
 
     def write(
         self, name: bytes, data: Buffer, place: Place | None, reservation: Reservation
@@ -146,7 +146,7 @@ class RedisWriter:
         if place is not None and spot is not None:
             commands += self._index.entering(name, place, data.nbytes, expires_ms)
             commands.append(self._index.sampling(spot))
-        committed, *replies = self._link.run(commands, patient=True)
+        committed, *replies = self._link.run(commands)
         self._known.learn(name, spot, entry.n_bytes)
         if committed != 1 or any(isinstance(reply, Exception) for reply in replies):
             # Cleared meanwhile, or too slow for the lease, or found by nobody.
@@ -159,8 +159,12 @@ class RedisWriter:
 
     def extend(
         self, names: Sequence[bytes], entering: tuple[bytes, Place, int] | None = None
-    ) -> None:
-        """Let blobs and their records live on, and enter one that may not be in the index."""
+    ) -> list[bytes]:
+        """Let blobs and their records live on, and enter one that may not be in the index.
+
+        Returns:
+            Those that are not there.
+        """
         # The ledger first: what is counted must not be gone before what it counts.
         expires_ms, n_chunks = self._ledger.extend(names)
         keys: dict[str, None] = {}
@@ -170,8 +174,10 @@ class RedisWriter:
             if spot is not None:
                 keys |= dict.fromkeys(self._index.keys_of(spot))
         commands = self._index.entering(*entering, expires_ms) if entering is not None else []
+        n_before = len(commands)
         commands += [("PEXPIREAT", key, expires_ms) for key in (*keys, self._keys.namespaces)]
-        self._link.run(commands, patient=True)
+        replies = dict(zip(keys, self._link.run(commands)[n_before:], strict=False))
+        return [name for name in names if replies.get(self._keys.chunk(name, 0), 0) == 0]
 
     # -- removing ----------------------------------------------------------------------------------
 
@@ -183,7 +189,6 @@ class RedisWriter:
                 ("STRLEN", self._keys.chunk(name, 0)),
                 self._blobs.glancing(name, None),
             ],
-            patient=True,
         )
         n_bytes = self._link.whole(size)
         if raw is None:
@@ -202,11 +207,11 @@ class RedisWriter:
         spot = self._known.spot(name)
         if spot is not None:
             commands.append(self._index.leaving(name, spot))
-        reply, *_ = self._link.run(commands, patient=True)
+        reply, *_ = self._link.run(commands)
         if isinstance(reply, Exception):
             return False
         self._known.forget(name)
-        self._link.run([self._ledger.releasing([(name, entry)])], patient=True)
+        self._link.run([self._ledger.releasing([(name, entry)])])
         return True
 
     def forget(self, names: Sequence[bytes]) -> None:
@@ -226,7 +231,7 @@ class RedisWriter:
         """Take a blob that is there for the one to be written: make sure that it is found."""
         if reservation is not None and reservation.outcome in ("ok", "stale"):
             # It was not counted, or its writer died before it said that all was written.
-            self._link.run([self._ledger.committing(name, reservation.entry)], patient=True)
+            self._link.run([self._ledger.committing(name, reservation.entry)])
         spot = spot_of(place) if place is not None else None
         self._known.learn(name, spot, envelope.header_bytes(place) + n_bytes)
         self.extend([name], (name, place, n_bytes) if place is not None else None)
@@ -236,7 +241,7 @@ class RedisWriter:
             self.release(name, reservation)
 
     def _drop_keys(self, name: bytes, n_chunks: int) -> bool:
-        (reply,) = self._link.run([self._blobs.removing(name, n_chunks)], patient=True)
+        (reply,) = self._link.run([self._blobs.removing(name, n_chunks)])
         return not isinstance(reply, Exception)
 
     def _weed(self, spot: Spot, names: Sequence[bytes]) -> None:
@@ -247,7 +252,7 @@ class RedisWriter:
         """
         sizes = self._blobs.sizes(names)
         gone = [name for name, size in zip(names, sizes, strict=True) if size == 0]
-        self._link.run([self._index.leaving(name, spot) for name in gone], patient=True)
+        self._link.run([self._index.leaving(name, spot) for name in gone])
 
     def _drop_ghosts(self) -> bool:
         """Take out entries of blobs that the server has dropped; return whether there were any.
