@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from llamakeep.cli import app, mending, screen, transfer
 from llamakeep.errors import KeeperClosed, ModelError, TokenError
 from llamakeep.fingerprint import Namespace, fingerprint_file
+from llamakeep.sizes import format_bytes
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import Files
 from llamakeep.tokens import IntArray, PathNames, Place
@@ -33,7 +34,13 @@ TINY_Q8 = Namespace(
 )
 OTHER = Namespace("6" * 64, "0" * 64, BLOCK, "attention", model_name="other.gguf")
 
-LISTING = {"path": str, "used_bytes": int, "capacity_bytes": int, "n_prompts": int, "prompts": list}
+LISTING = {
+    "path": str,
+    "used_bytes": int,
+    "capacity_bytes": type(None),
+    "n_prompts": int,
+    "prompts": list,
+}
 PROMPT = {
     "id": str,
     "n_tokens": int,
@@ -53,7 +60,7 @@ PROMPT = {
 STATS = {
     "path": str,
     "used_bytes": int,
-    "capacity_bytes": int,
+    "capacity_bytes": type(None),
     "free_bytes": int,
     "writing_bytes": int,
     "n_blobs": int,
@@ -81,6 +88,7 @@ CHECK = {
     "used_bytes": int,
     "problems": dict,
     "left": dict,
+    "files": dict,
 }
 TRIM = {
     "path": str,
@@ -88,7 +96,7 @@ TRIM = {
     "removed_blobs": int,
     "removed_bytes": int,
     "used_bytes": int,
-    "capacity_bytes": int,
+    "capacity_bytes": type(None),
 }
 RM = {
     "path": str,
@@ -97,7 +105,7 @@ RM = {
     "removed_blobs": int,
     "removed_bytes": int,
     "used_bytes": int,
-    "capacity_bytes": int,
+    "capacity_bytes": type(None),
 }
 EXPORT = {"path": str, "file": str, "n_prompts": int, "n_blobs": int, "n_bytes": int}
 IMPORT = {
@@ -307,6 +315,7 @@ def test_the_environment_says_where(cache: Cache, monkeypatch: pytest.MonkeyPatc
     for command in ("ls", "stats"):
         found = json.loads(CliRunner().invoke(app, [command, "--json"]).stdout)
         assert found["capacity_bytes"] == 20 << 20
+        assert " of 20.0 MiB" in CliRunner().invoke(app, [command]).stdout
     monkeypatch.setenv("LLAMAKEEP_DISK_BYTES", "1")  # nothing goes because somebody looks
     assert CliRunner().invoke(app, ["stats"]).exit_code == 0
     assert cache.snapshot() == before
@@ -330,6 +339,14 @@ def test_without_a_directory_it_is_that_of_the_user(
     assert asked == [(("llamakeep",), {"appauthor": False})]
     result = CliRunner().invoke(app, ["ls", "--cache-dir", ""])
     assert (result.exit_code, result.stderr) == (2, "llamakeep: --cache-dir is empty\n")
+
+
+def test_no_limit_is_shown_that_nobody_said(cache: Cache) -> None:
+    used = format_bytes(cache.json("ls")["used_bytes"])
+    assert cache.run("ls").stdout.endswith(f"3 prompts in {cache.path}, {used}\n")
+    assert f"used        {used}\n" in cache.run("stats").stdout
+    for command in (["ls"], ["stats"], ["trim", "--max-bytes", "1GiB"], ["rm", cache.ids()[0]]):
+        assert cache.json(*command)["capacity_bytes"] is None
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -553,16 +570,40 @@ def test_check_finds_and_mends(cache: Cache) -> None:
     problems = {"corrupt": 1, "missing": 1, "truncated": 1, "foreign": 1, "leftovers": 1}
     found = cache.json("check", exit_code=1)
     assert (found["ok"], found["problems"]) == (False, problems)
+    assert found["files"] == {
+        "corrupt": [corrupt.relative_to(cache.path).as_posix()],
+        "foreign": [(short.parent / "notes.txt").relative_to(cache.path).as_posix()],
+        "leftovers": ["tmp/1-2-3.part"],
+        "missing": [gone.relative_to(cache.path).as_posix()],
+        "truncated": [short.relative_to(cache.path).as_posix()],
+    }
     fast = cache.json("check", "--no-verify", exit_code=1)
     assert fast["problems"] == {kind: 1 for kind in problems if kind != "corrupt"}
     result = cache.run("check")
     assert result.exit_code == 1
-    assert "1  files that end early\n" in result.stdout
+    name = short.relative_to(cache.path).as_posix()
+    assert f"1  files that end early\n          {name}\n" in result.stdout
     assert "llamakeep check --fix" in result.stdout
     mended = cache.json("check", "--fix")
     assert (mended["ok"], mended["fixed"], mended["problems"]) == (True, True, problems)
     assert mended["n_blobs"] == 6
     assert cache.json("check")["problems"] == {}
+
+
+def test_check_names_so_many_files_and_no_more(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(25):
+        (cache.path / "tmp" / f"{n}\x1b[2J").write_bytes(b"")
+    assert len(cache.json("check", exit_code=1)["files"]["foreign"]) == 25
+    lines = cache.run("check").stdout.splitlines()
+    assert lines[0] == "      25  files that are no states"
+    assert all(line.startswith("          tmp/") for line in lines[1:21])
+    assert lines[21] == "          and 5 more"
+    assert "\x1b" not in "".join(lines)
+    monkeypatch.setattr("llamakeep.stores.disk.audit._MOST_NAMED", 7)
+    found = cache.json("check", "--fix")
+    assert (found["problems"], len(found["files"]["foreign"])) == ({"foreign": 25}, 7)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "none"])
@@ -587,12 +628,25 @@ def test_a_damaged_index(cache: Cache, damage: str, caplog: pytest.LogCaptureFix
 def test_what_a_secret_sealed(empty: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     empty.secret = "hush"
     empty.keep([1, 2, 3])
-    found = empty.json("check")
-    assert (found["ok"], found["left"]) == (True, {"secret": 1})
-    assert "LLAMAKEEP_SECRET" in empty.run("check").stdout
-    assert empty.json("check", "--fix")["left"] == {"secret": 1}
+    named = {"secret": [path.relative_to(empty.path).as_posix() for path in empty.blobs()]}
+    for wrong in ("", "other"):
+        monkeypatch.setenv("LLAMAKEEP_SECRET", wrong)
+        for options in ([], ["--fix"], ["--no-verify"]):
+            found = empty.json("check", *options, exit_code=1)
+            assert (found["ok"], found["left"]) == (False, {"secret": 1})
+            assert (found["problems"], found["files"]) == ({}, named)
+        result = empty.run("check")
+        assert result.exit_code == 1
+        assert "All is well" not in result.stdout
+        assert "1 file could not be verified" in result.stdout
+        assert "LLAMAKEEP_SECRET" in result.stdout
     monkeypatch.setenv("LLAMAKEEP_SECRET", "hush")
-    assert empty.json("check")["left"] == {}
+    found = empty.json("check")
+    assert (found["ok"], found["left"], found["files"]) == (True, {}, {})
+    assert empty.run("check").stdout.startswith("All is well: 1 states in ")
+    empty.secret = None
+    empty.keep([4, 5, 6])  # with none
+    assert empty.json("check", exit_code=1)["left"] == {"secret": 1}
     for command in ("check", "export", "import"):
         help_text = empty.run(command, "--help").stdout
         assert "LLAMAKEEP_SECRET" in help_text
@@ -717,7 +771,7 @@ def test_rm_of_what_another_prompt_needs(empty: Cache) -> None:
     assert (found["removed"], found["stay"]) == ([], [first])
     result = empty.run("rm", first)
     assert result.exit_code == 1
-    assert f"{first[:10]} stays" in result.stdout
+    assert f"{first[:10]} stays: its states are part of another prompt" in result.stdout
     found = empty.json("rm", first, second)  # whatever the order
     assert (found["removed"], found["stay"]) == ([first, second], [])
     assert empty.ids() == []
@@ -737,6 +791,24 @@ def test_rm_of_what_is_not_clear_drops_nothing(cache: Cache) -> None:
     assert (result.exit_code, "what to drop" in result.stderr) == (2, True)
     assert cache.ids() == ids
     assert cache.snapshot() == before
+
+
+def test_an_empty_name_is_said_to_be_empty(cache: Cache, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    nothing.touch()
+    for command, problem in (
+        (["rm", ""], "an id is empty"),
+        (["export", "x", " "], "an id is empty"),
+        (["export", ""], "the file has an empty name"),
+        (["export", "--force", ""], "the file has an empty name"),
+        (["import", ""], "the file has an empty name"),
+        (["import", str(nothing)], f"{nothing}: is empty; nothing was imported"),
+    ):
+        result = cache.run(*command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"llamakeep: {problem}")
+        assert result.stderr.count("\n") == 1
+    assert len(cache.ids()) == 3
 
 
 def test_rm_of_a_namespace(cache: Cache) -> None:
@@ -877,6 +949,55 @@ def test_export_of_what_is_sealed(
     assert other.ids() == [id_]
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_no_empty_export_without_the_secret(
+    empty: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool, as_json: bool
+) -> None:
+    empty.secret = "hush" if sealed else None
+    empty.keep([1, 2, 3])
+    (tmp_path / "old").write_text("an older backup")
+    options = ["--json"] if as_json else []
+    for wrong in ("", "other") if sealed else ("hush",):
+        monkeypatch.setenv("LLAMAKEEP_SECRET", wrong)
+        for target in ("x", "old"):
+            result = empty.run("export", "--force", str(tmp_path / target), *options)
+            assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+            assert "LLAMAKEEP_SECRET" in result.stderr
+            assert "nothing was exported" in result.stderr
+        result = empty.run("export", "-")
+        assert (result.exit_code, result.stdout) == (2, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "old"}
+    assert (tmp_path / "old").read_text() == "an older backup"
+
+
+def test_an_export_of_what_only_some_of_is_readable(empty: Cache, tmp_path: Path) -> None:
+    empty.keep([1, 2, 3])
+    empty.secret = "hush"
+    empty.keep([4, 5, 6])
+    done = subprocess.run(
+        [*LLAMAKEEP, "export", str(tmp_path / "x"), "--cache-dir", str(empty.path)],
+        env=os.environ | {"LLAMAKEEP_SECRET": "hush"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "1 sealed with another secret, or with none (see LLAMAKEEP_SECRET)" in done.stderr
+    assert "1 states could not be read and were left out" in done.stderr
+    assert (tmp_path / "x").exists()
+
+
+def test_an_export_of_what_is_all_damaged(cache: Cache, tmp_path: Path) -> None:
+    for blob in cache.blobs():
+        blob.write_bytes(blob.read_bytes()[:-1])
+    result = cache.run("export", str(tmp_path / "x"))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "9 truncated" in result.stderr
+    assert "SECRET" not in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("damage", ["head", "middle", "end", "more", "empty", "other"])
 def test_a_damaged_file_is_not_imported(cache: Cache, tmp_path: Path, damage: str) -> None:
     file, other = tmp_path / "x", Cache(tmp_path / "other")
@@ -907,6 +1028,10 @@ def test_import_keeps_to_the_limit(
     found = other.json("import", str(file), exit_code=1)
     assert found["n_kept"] < found["n_blobs"] == 9
     assert found["used_bytes"] <= found["capacity_bytes"] == 20 << 10
+    assert 0 < found["n_kept"] == other.json("stats")["n_blobs"]
+    result = other.run("import", str(file))
+    assert result.exit_code == 1
+    assert f"Imported {other.json('stats')['n_blobs']} of 9 states" in result.stdout
 
 
 def test_import_of_a_file_that_is_not_there(empty: Cache, tmp_path: Path) -> None:

@@ -332,6 +332,42 @@ def test_what_is_gone_or_bad_by_now_is_left_out(store: DiskStore, tmp_path: Path
         assert other.import_(tmp_path / "states").n_states == 5
 
 
+@pytest.mark.parametrize("theirs", [None, "hush"])
+def test_an_export_that_could_read_nothing_is_none(tmp_path: Path, theirs: str | None) -> None:
+    with made(tmp_path / "cache", secret=theirs) as store:
+        fill(store)
+    steps: list[tuple[int, int]] = []
+    with made(tmp_path / "cache", secret="guess") as store:
+        with pytest.raises(BlobRejected, match="7 sealed with another secret") as raised:
+            store.export(tmp_path / "states", progress=lambda done, n: steps.append((done, n)))
+        assert raised.value.reason == "secret"
+        assert steps == [(n, 7) for n in range(1, 8)]
+        assert put(store, LONG.segment(4, 7))
+        assert store.export(tmp_path / "states") == 1
+    assert {each.name for each in tmp_path.iterdir()} == {"cache", "states"}
+
+
+def test_what_another_secret_sealed_does_not_count_as_imported(file: Path, tmp_path: Path) -> None:
+    with made(tmp_path / "other", secret="hush") as other:
+        assert put(other, SHARED[0])
+    with made(tmp_path / "other") as other:
+        assert other.import_(file).n_kept == 7
+
+
+def test_an_audit_names_what_it_found(store: DiskStore) -> None:
+    fill(store)
+    gone, bad = (store._shelf.path(place.name) for place in (OF_LONG[1], OF_SHORT[1]))
+    gone.unlink()
+    bad.write_bytes(bad.read_bytes()[:-1])
+    found = store.audit(fix=True).files
+    root = store.path
+    assert found == {
+        "missing": (gone.relative_to(root).as_posix(),),
+        "truncated": (bad.relative_to(root).as_posix(),),
+    }
+    assert store.audit().files == {}
+
+
 def test_an_archive_needs_the_secret(tmp_path: Path) -> None:
     with made(tmp_path / "cache", secret="hush") as store:
         fill(store)
@@ -349,6 +385,7 @@ def test_an_import_keeps_to_the_limit(file: Path, tmp_path: Path) -> None:
     with made(tmp_path / "small", 3) as small:
         done = small.import_(file)
         assert done.n_states == 8
+        assert done.n_kept == len(small)  # what came and went again is none
         assert small.used_bytes <= pages(3)
         small.check()
 
@@ -360,7 +397,7 @@ def head_bytes(data: bytes) -> int:
 @pytest.mark.parametrize(
     ("spoil", "reason", "match"),
     [
-        (lambda data: b"", "truncated", "head"),
+        (lambda data: b"", "truncated", "is empty"),
         (lambda data: data[:30], "truncated", "head"),
         (lambda data: data[: head_bytes(data) - 1], "truncated", "description"),
         (lambda data: data[: head_bytes(data) + 100], "truncated", "state 1 of 8"),

@@ -105,9 +105,10 @@ def check(
 ) -> None:
     """Compare the files with what was put there, and with the index.
 
-    Exits with 1 when something is wrong and was not mended. Mending indexes what is good and
-    removes what is not; what another secret or a newer version made is left alone. The secret of
-    a sealed cache is taken from LLAMAKEEP_SECRET; it is no option, because others could read it.
+    Exits with 1 when something is wrong and was not mended, or could not be verified because it is
+    of another secret. Mending indexes what is good and removes what is not; what another secret or
+    a newer version made is left alone. The secret of a sealed cache is taken from LLAMAKEEP_SECRET;
+    it is no option, because others could read it.
 
     \b
     Examples:
@@ -167,9 +168,9 @@ def rm(
 ) -> None:
     """Drop prompts: some, those of a namespace, or all.
 
-    What a prompt shares with others stays for them; where that is all of it, it stays itself, and
-    the exit code is 1. When one of several ids is not there, or means more than one prompt, nothing
-    is dropped.
+    What a prompt shares with others stays for them; where all of it is part of another one, it
+    stays until that goes, and the exit code is 1. When one of several ids is not there, or means
+    more than one prompt, nothing is dropped.
 
     \b
     Examples:
@@ -210,7 +211,8 @@ def export(
 
     It holds conversations and is readable by its owner only. Only what was computed with the same
     model, settings and build is of use there. States that were sealed stay so: LLAMAKEEP_SECRET
-    must say the secret here and there; it is no option, because others could read it.
+    must say the secret here and there; it is no option, because others could read it. Exits with 1
+    when some states could not be read, and with 2, writing nothing, when none could.
 
     \b
     Examples:

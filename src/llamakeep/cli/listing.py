@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from llamakeep.cli import opening, screen
-from llamakeep.errors import TokenError
+from llamakeep.errors import InvalidValue, TokenError
 from llamakeep.fingerprint import differences, explain
 from llamakeep.sizes import format_bytes
 from llamakeep.stores.disk import DiskStore
@@ -89,7 +89,7 @@ def list_prompts(path: Path, wanted: Wanted, *, as_json: bool) -> None:
             figures = {
                 "path": str(path),
                 "used_bytes": store.used_bytes,
-                "capacity_bytes": opening.capacity_bytes(store, path),
+                "capacity_bytes": opening.capacity_bytes(path),
             }
             prompts = [
                 _prompt(entry, known.get(entry.namespace, {}), vocabulary, fingerprint)
@@ -103,17 +103,32 @@ def list_prompts(path: Path, wanted: Wanted, *, as_json: bool) -> None:
         screen.say(_NOTHING_YET.format(path=path, text=str(path)), end="")
     else:
         _show_prompts(prompts, with_text=vocabulary is not None)
-        used, limit = figures["used_bytes"], figures["capacity_bytes"]
         shown = f"{len(prompts):,} of " if len(prompts) < n_prompts else ""
         screen.say(
             f"\n{shown}{n_prompts:,} {'prompt' if n_prompts == 1 else 'prompts'} in {path}, "
-            f"{format_bytes(used)} of {format_bytes(limit)}"
+            f"{_used(figures)}"
         )
 
 
 def _empty(path: Path) -> dict[str, Any]:
-    limit = opening.settings(path).disk_bytes
-    return {"path": str(path), "used_bytes": 0, "capacity_bytes": limit}
+    return {"path": str(path), "used_bytes": 0, "capacity_bytes": opening.capacity_bytes(path)}
+
+
+def _used(figures: Mapping[str, Any]) -> str:
+    """Return how much is in use, and of how much where that is known."""
+    used, limit = format_bytes(figures["used_bytes"]), figures["capacity_bytes"]
+    return used if limit is None else f"{used} of {format_bytes(limit)}"
+
+
+def choose(ids: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the prompts whose ids begin so, each once.
+
+    Raises:
+        InvalidValue: When one is empty, is not there, or means several.
+    """
+    if not all(prefix.strip() for prefix in ids):
+        raise InvalidValue("an id is empty: llamakeep ls shows those that are there")
+    return list(dict.fromkeys(resolve(prefix, known, "prompt") for prefix in ids))
 
 
 def _chosen(
@@ -206,12 +221,11 @@ def show_stats(path: Path, *, as_json: bool) -> None:
         return
     with opening.look(path) as store:
         found, entries, known = store.stats(), store.entries(), described(store)
-        limit = opening.capacity_bytes(store, path)
     namespaces = _namespaces(found.namespaces, entries, known)
     figures = {
         "path": str(path),
         "used_bytes": found.used_bytes,
-        "capacity_bytes": limit,
+        "capacity_bytes": opening.capacity_bytes(path),
         "free_bytes": found.free_bytes,
         "writing_bytes": found.writing_bytes,
         **{name: getattr(found, name) for name in _COUNTS},
@@ -293,7 +307,7 @@ def _show_stats(figures: Mapping[str, Any]) -> None:
     used, limit = figures["used_bytes"], figures["capacity_bytes"]
     share = f" ({used / limit:.0%})" if limit else ""
     screen.say(figures["path"])
-    screen.say(f"used        {format_bytes(used)} of {format_bytes(limit)}{share}")
+    screen.say(f"used        {_used(figures)}{share}")
     if figures["writing_bytes"]:
         screen.say(f"            {format_bytes(figures['writing_bytes'])} of it being written now")
     screen.say(f"free        {format_bytes(figures['free_bytes'])} on the file system")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from llamakeep.cli import opening, screen
 from llamakeep.cli.group import WRONG
-from llamakeep.cli.listing import SHORT_ID
-from llamakeep.errors import InvalidValue
+from llamakeep.cli.listing import SHORT_ID, choose
+from llamakeep.errors import IndexDamaged, InvalidValue
 from llamakeep.sizes import format_bytes
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.audit import DiskReport
 from llamakeep.stores.disk.catalog import resolve
-from llamakeep.stores.disk.index import IndexDamaged
 
 _PROBLEMS = {
     "index": "the index is missing or damaged",
@@ -35,13 +35,16 @@ _PROBLEMS = {
     "leftovers": "leftovers of writes that ended early",
 }
 _LEFT = {
-    "secret": "sealed with another secret, or with none (LLAMAKEEP_SECRET)",
+    "secret": "sealed with another secret, or with none",
     "version": "made by a newer version",
     "unreadable": "cannot be read",
     "directories": "directories that are none of ours",
 }
 _MENDED_ON_OPENING = {"rebuilt": "index", "leftovers": "leftovers", "adopted": "unindexed"}
 """What opening a cache to change it mends already, by how the store counts it."""
+_UNVERIFIED = ("secret", "unreadable")
+"""What is left alone and may be damaged: nobody could tell."""
+_MOST_SHOWN = 20
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -52,10 +55,10 @@ def check_cache(path: Path, *, fix: bool, verify: bool, as_json: bool) -> None:
 
     Raises:
         StoreError: When there is no cache, or it cannot be read.
-        typer.Exit: With 1, when something is wrong and stays so.
+        typer.Exit: With 1, when something is wrong and stays so, or could not be verified.
     """
     report = _audit(path, fix=fix, verify=verify, hidden=as_json)
-    ok = report.fixed or not report.problems
+    ok = (report.fixed or not report.problems) and not _n_unverified(report)
     if as_json:
         screen.print_json(
             {
@@ -66,6 +69,7 @@ def check_cache(path: Path, *, fix: bool, verify: bool, as_json: bool) -> None:
                 "used_bytes": report.used_bytes,
                 "problems": dict(sorted(report.problems.items())),
                 "left": dict(sorted(report.left.items())),
+                "files": {kind: list(paths) for kind, paths in sorted(report.files.items())},
             }
         )
     else:
@@ -87,21 +91,45 @@ def _audit(path: Path, *, fix: bool, verify: bool, hidden: bool) -> DiskReport:
             problems = Counter(report.problems)
             for counted, kind in _MENDED_ON_OPENING.items():
                 problems[kind] += store.counters.get(counted, 0)
-            return DiskReport(report.n_states, report.used_bytes, +problems, report.left, True)
+            return replace(report, problems=+problems)
+
+
+def _n_unverified(report: DiskReport) -> int:
+    return sum(report.left.get(kind, 0) for kind in _UNVERIFIED)
 
 
 def _show_report(report: DiskReport) -> None:
     for kind, n in sorted(report.problems.items()):
         screen.say(f"{n:>8,}  {_PROBLEMS.get(kind, kind)}")
+        _show_files(report, kind)
     for kind, n in sorted(report.left.items()):
         screen.say(f"{n:>8,}  left alone: {_LEFT.get(kind, kind)}")
+        _show_files(report, kind)
+    unverified = _n_unverified(report)
     kept = f"{report.n_states:,} states in {format_bytes(report.used_bytes)}"
     if not report.problems:
-        screen.say(f"All is well: {kept}.")
+        screen.say(f"No problem was found: {kept}." if unverified else f"All is well: {kept}.")
     elif report.fixed:
         screen.say(f"Mended. There are {kept} now.")
     else:
         screen.say("Nothing was changed; llamakeep check --fix mends it.")
+    if unverified:
+        screen.say(f"But {unverified:,} {_files(unverified)} could not be verified.")
+    if report.left.get("secret"):
+        screen.say("LLAMAKEEP_SECRET must say the secret that they were sealed with, or nothing.")
+
+
+def _show_files(report: DiskReport, kind: str) -> None:
+    paths = report.files.get(kind, ())
+    for path in paths[:_MOST_SHOWN]:
+        screen.say(f"          {screen.printable(path)}")
+    n_more = {**report.problems, **report.left}[kind] - _MOST_SHOWN
+    if paths and n_more > 0:
+        screen.say(f"          and {n_more:,} more")
+
+
+def _files(n: int) -> str:
+    return "file" if n == 1 else "files"
 
 
 # -- trim ------------------------------------------------------------------------------------------
@@ -119,7 +147,6 @@ def trim_cache(path: Path, max_bytes: int, *, as_json: bool) -> None:
         n_gone = store.trim(max_bytes)
         opening.complain(store)
         used = store.used_bytes
-        limit = opening.capacity_bytes(store, path)
     if as_json:
         screen.print_json(
             {
@@ -128,7 +155,7 @@ def trim_cache(path: Path, max_bytes: int, *, as_json: bool) -> None:
                 "removed_blobs": n_gone,
                 "removed_bytes": max(0, before - used),
                 "used_bytes": used,
-                "capacity_bytes": limit,
+                "capacity_bytes": opening.capacity_bytes(path),
             }
         )
     else:
@@ -186,12 +213,11 @@ def remove(
             gone = [id_ for id_, entry in entries.items() if entry.namespace == only]
             store.remove_namespace(only)
         else:
-            chosen = list(dict.fromkeys(resolve(prefix, entries, "prompt") for prefix in ids))
+            chosen = choose(ids, entries)
             stay = _remove_each(store, chosen)
             gone = [id_ for id_ in chosen if id_ not in stay]
         opening.complain(store)
         n_gone, used = n_blobs - len(store), store.used_bytes
-        limit = opening.capacity_bytes(store, path)
     if as_json:
         screen.print_json(
             {
@@ -201,14 +227,17 @@ def remove(
                 "removed_blobs": max(0, n_gone),
                 "removed_bytes": max(0, before - used),
                 "used_bytes": used,
-                "capacity_bytes": limit,
+                "capacity_bytes": opening.capacity_bytes(path),
             }
         )
     else:
         what = "prompt" if len(gone) == 1 else "prompts"
         screen.say(f"Dropped {len(gone):,} {what}, {format_bytes(max(0, before - used))}.")
         for id_ in stay:
-            screen.say(f"{id_[:SHORT_ID]} stays: another prompt leaves it inside its last state.")
+            screen.say(
+                f"{id_[:SHORT_ID]} stays: its states are part of another prompt that is kept, "
+                "until that goes."
+            )
     if stay:
         raise typer.Exit(WRONG)
 

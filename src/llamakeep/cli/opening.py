@@ -9,10 +9,9 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from llamakeep.errors import InvalidValue, StoreError
+from llamakeep.errors import IndexDamaged, InvalidValue, StoreError
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import Files
-from llamakeep.stores.disk.index import IndexDamaged
 from llamakeep.stores.disk.layout import FORMAT_FILE
 from llamakeep.tiers import TierSettings
 
@@ -120,10 +119,9 @@ def change(path: Path, *, make: bool = False) -> DiskStore:
     return store
 
 
-def capacity_bytes(store: DiskStore, path: Path) -> int:
-    """Return the limit that whoever keeps prompts here has: the environment's, or the default."""
-    of_it = settings(path).disk_bytes
-    return store.capacity_bytes if of_it is None else of_it
+def capacity_bytes(path: Path) -> int | None:
+    """Return the environment's limit; None where only who keeps prompts there knows one."""
+    return settings(path).disk_bytes
 
 
 def complain(store: DiskStore) -> None:

@@ -16,9 +16,9 @@ import typer
 
 from llamakeep.cli import opening, screen
 from llamakeep.cli.group import WRONG, writing_output
+from llamakeep.cli.listing import choose
 from llamakeep.errors import BlobRejected, InvalidValue, StoreError
 from llamakeep.sizes import format_bytes
-from llamakeep.stores.disk.catalog import resolve
 
 STREAM = "-"
 
@@ -37,8 +37,11 @@ def export_prompts(
 
     Raises:
         InvalidValue: When an id is not there or means several, or when the output is a terminal.
-        StoreError: When there is no cache, the file is there, or it cannot be written.
+        StoreError: When there is no cache, the file is there, or it cannot be written; also when
+            not one state can be read, as without the secret.
+        typer.Exit: With 1, when some states could not be read.
     """
+    _refuse_unnamed(file)
     if file == STREAM and as_json:
         raise InvalidValue("standard output is for the prompts: --json needs a file to write")
     if file == STREAM and is_terminal(sys.stdout):
@@ -48,7 +51,7 @@ def export_prompts(
         if file != STREAM:
             _refuse_target(target, force)
         known = [entry.id for entry in store.entries()]
-        chosen = list(dict.fromkeys(resolve(prefix, known, "prompt") for prefix in ids)) or None
+        chosen = choose(ids, known) or None
         n_due = 0
 
         def progress(done: int, total: int) -> None:
@@ -57,7 +60,7 @@ def export_prompts(
             bar.update(done, total)
 
         if file == STREAM:
-            with _spool() as spool:
+            with _spool() as spool, _explaining(path):
                 n_blobs = store.export(spool, chosen, progress)
                 n_bytes = spool.tell()
                 spool.seek(0)
@@ -65,7 +68,8 @@ def export_prompts(
                     shutil.copyfileobj(spool, sys.stdout.buffer)
                     sys.stdout.buffer.flush()
         else:
-            n_blobs = store.export(target, chosen, progress)
+            with _explaining(path):
+                n_blobs = store.export(target, chosen, progress)
             n_bytes = target.stat().st_size
     n_prompts = len(known if chosen is None else chosen)
     if as_json:
@@ -92,6 +96,20 @@ def export_prompts(
         raise typer.Exit(WRONG)
 
 
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Say which cache it is that cannot be read, and that nothing was written."""
+    try:
+        yield
+    except BlobRejected as error:
+        raise StoreError(f"{path}: {error}; nothing was exported") from error
+
+
+def _refuse_unnamed(file: str) -> None:
+    if not file.strip():
+        raise InvalidValue("the file has an empty name")
+
+
 def is_terminal(stream: TextIO) -> bool:
     """Return whether somebody sits at a stream."""
     return stream.isatty()
@@ -115,6 +133,7 @@ def import_prompts(path: Path, file: str, *, as_json: bool) -> None:
             taken), or when the cache cannot be changed.
         typer.Exit: With 1, when some did not fit.
     """
+    _refuse_unnamed(file)
     with _source(file) as source, screen.Bar("Importing", hidden=as_json) as bar:
         opening.is_cache(path)
         try:
@@ -124,7 +143,8 @@ def import_prompts(path: Path, file: str, *, as_json: bool) -> None:
                 figures = {"used_bytes": store.used_bytes, "capacity_bytes": store.capacity_bytes}
         except BlobRejected as error:
             hint = " (see LLAMAKEEP_SECRET)" if "secret" in str(error) else ""
-            raise StoreError(f"{file}: {error}{hint}; nothing was imported") from error
+            name = "standard input" if file == STREAM else file
+            raise StoreError(f"{name}: {error}{hint}; nothing was imported") from error
     if as_json:
         counts = {"n_blobs": done.n_states, "n_kept": done.n_kept}
         screen.print_json({"path": str(path), "file": file, **counts, **figures})

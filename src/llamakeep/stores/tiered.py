@@ -88,8 +88,9 @@ class TieredStore:
         InvalidValue: For a negative number.
 
     Attributes:
-        counters: What happened: `written_<tier>`, `refused_<tier>`, `dropped_queue_full`,
-            `dropped_at_close`, `cancelled`, `promoted_<tier>`.
+        counters: What happened: `written_<tier>`, `refused_<tier>`, `cut_off_<tier>` (what it
+            hangs off is nowhere any more), `dropped_queue_full`, `dropped_at_close`, `cancelled`,
+            `promoted_<tier>`.
     """
 
     tier = "ram"
@@ -300,6 +301,7 @@ class TieredStore:
                     continue
                 data = self._in_memory(name)
                 if data is None:
+                    self._count(f"cut_off_{tier.tier}")
                     break  # nothing goes down without what it hangs off
                 if not tier.put(name, data.nbytes, partial(_itself, data), place):
                     self._count(f"refused_{tier.tier}")

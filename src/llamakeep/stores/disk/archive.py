@@ -17,9 +17,11 @@ from __future__ import annotations
 import hmac
 import io
 import json
+import logging
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ from llamakeep.stores.disk.pool import BufferPool
 from llamakeep.stores.disk.shelf import FileRejected, Shelf, read_header, read_payload
 from llamakeep.stores.envelope import Envelope, verify
 from llamakeep.tokens import NAME_BYTES
+
+logger = logging.getLogger("llamakeep")
 
 MAGIC = b"llmkeepx"
 VERSION = 1
@@ -58,7 +62,8 @@ class Imported:
 
     Attributes:
         n_states: States in the file.
-        n_kept: How many of them the store has now; the others did not fit.
+        n_kept: How many of them the store has at the end: others did not fit, or had to go for
+            those that came after them.
     """
 
     n_states: int
@@ -80,7 +85,8 @@ def export(
 
     Args:
         shelf: Where the states are.
-        names: Which ones, what hangs off another behind it. One that is gone by now is left out.
+        names: Which ones, what hangs off another behind it. One that is gone by now, or is not
+            what was put, is left out and logged.
         namespaces: Descriptions to write with them.
         target: The file; replaced when all is written.
         key: Of the secret that the states are sealed with.
@@ -90,30 +96,55 @@ def export(
         How many were written.
 
     Raises:
+        BlobRejected: When not one could be read, and some because of the secret; no file is made.
+        StoreError: When not one could be read, for another reason; no file is made.
         OSError: When the file cannot be written.
     """
     chosen = list(names)
     known = {digest.hex(): dict(parts) for digest, parts in namespaces.items()}
     text = json.dumps({"namespaces": known}, sort_keys=True).encode()
     n_written = 0
+    left_out: Counter[str] = Counter()
     with _writing(target) as file:
         begin = file.tell()
         file.write(_head(0, text, key))
         for done, name in enumerate(chosen, 1):
             try:
                 envelope, payload = shelf.read(name)
-            except (FileNotFoundError, FileRejected):
-                continue
-            _write_all(file, memoryview(envelope.header + envelope.seal))
-            _write_all(file, payload.data)
-            n_written += 1
+            except FileNotFoundError:
+                left_out["missing"] += 1
+            except FileRejected as error:
+                left_out[error.reason] += 1
+            else:
+                _write_all(file, memoryview(envelope.header + envelope.seal))
+                _write_all(file, payload.data)
+                n_written += 1
+                del payload
             if progress is not None:
                 progress(done, len(chosen))
+        if left_out and not n_written:
+            raise _nothing_read(left_out)
         end = file.tell()
         file.seek(begin)
         file.write(_head(n_written, text, key))
         file.seek(end)
+    if left_out:
+        logger.warning("an export lacks states that could not be read: %s", _reasons(left_out))
     return n_written
+
+
+def _nothing_read(left_out: Counter[str]) -> BlobRejected | StoreError:
+    text = f"not one of {left_out.total():,} states could be read: {_reasons(left_out)}"
+    return BlobRejected(text, reason="secret") if left_out["secret"] else StoreError(text)
+
+
+def _reasons(left_out: Counter[str]) -> str:
+    return ", ".join(
+        f"{n:,} sealed with another secret, or with none (see LLAMAKEEP_SECRET)"
+        if reason == "secret"
+        else f"{n:,} {reason}"
+        for reason, n in sorted(left_out.items())
+    )
 
 
 def _head(n_states: int, text: bytes, key: bytes | None) -> bytes:
@@ -178,13 +209,15 @@ def import_(
                 progress(done, steps)
         for digest, description in archive.namespaces.items():
             store.introduce(digest, description)
-        n_kept = 0
+        came: list[bytes] = []
         for done, (envelope, payload) in enumerate(archive.states(), n_states + 1):
             give = partial(_same, payload)
-            n_kept += store.put(envelope.name, payload.nbytes, give, envelope.place)
+            if store.put(envelope.name, payload.nbytes, give, envelope.place):
+                came.append(envelope.name)
             del payload, give
             if progress is not None:
                 progress(done, steps)
+        n_kept = sum(name in store for name in came)  # those after them may have taken their room
     return Imported(n_states, n_kept)
 
 
@@ -206,6 +239,8 @@ class _Archive:
         begin = file.tell()
         self._size = file.seek(0, os.SEEK_END)
         file.seek(begin)
+        if self._size <= begin:
+            raise BlobRejected("is empty", reason="truncated")
         head = self._exactly(_HEAD.size, "its head")
         magic, version, _, n_text, self.n_states = _HEAD.unpack(head)
         if magic != MAGIC:

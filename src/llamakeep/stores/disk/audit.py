@@ -6,8 +6,8 @@ import logging
 import os
 import sqlite3
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ LEFT_ALONE = {"version", "secret"}
 """Files that are refused for one of these reasons may be good for somebody else."""
 
 _AT_ONCE = 256
+_MOST_NAMED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class DiskReport:
         left: Files that are left alone: `version` (newer), `secret` (sealed otherwise),
             `directories` (foreign ones), `unreadable`.
         fixed: The problems are mended.
+        files: Which ones they are, by kind of problem or of what is left: paths in the directory,
+            also of files that are missing; at most 1,000 of each.
     """
 
     n_states: int
@@ -51,6 +54,7 @@ class DiskReport:
     problems: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     fixed: bool = False
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         found = ", ".join(f"{kind}: {n:,}" for kind, n in sorted(self.problems.items()))
@@ -205,6 +209,14 @@ class _Audit:
         self.problems: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
         self.good: set[bytes] = set()
+        self.files: defaultdict[str, list[str]] = defaultdict(list)
+
+    def note(self, counts: Counter[str], kind: str, paths: Iterable[Path]) -> None:
+        """Count something for each path, and remember the first ones."""
+        for path in paths:
+            counts[kind] += 1
+            if len(self.files[kind]) < _MOST_NAMED:
+                self.files[kind].append(path.relative_to(self.shelf.root).as_posix())
 
     def leftovers(self) -> None:
         """Look for what was being written by nobody who is alive."""
@@ -216,7 +228,8 @@ class _Audit:
             lost = [ticket for owner in dead for ticket in rows.tickets_of(sql, owner)]
         lost += [ticket for ticket in partial if ticket not in known]
         unready = list(self.shelf.abandoned(now))
-        self.problems["leftovers"] += len(set(lost)) + len(unready)
+        self.note(self.problems, "leftovers", map(self.shelf.partial, dict.fromkeys(lost)))
+        self.note(self.problems, "leftovers", unready)
         if self.fix:
             for path in unready:
                 self.shelf.files.unlink(path)
@@ -232,25 +245,27 @@ class _Audit:
         if info is None:
             return
         if stat.S_ISDIR(info.st_mode):
-            self.left["directories"] += 1
+            self.note(self.left, "directories", [path])
             return
-        self.problems["symlink" if stat.S_ISLNK(info.st_mode) else "foreign"] += 1
+        kind = "symlink" if stat.S_ISLNK(info.st_mode) else "foreign"
+        self.note(self.problems, kind, [path])
         if self.fix:
             self.shelf.files.unlink(path)
 
     def file(self, name: bytes, verify: bool) -> None:
         """Look at a file that has the name of a state."""
+        path = self.shelf.path(name)
         try:
             envelope, bad = _judge(self.shelf, name, verify)
         except OSError as error:
-            logger.warning("%s cannot be read: %s", self.shelf.path(name), error)
-            self.left["unreadable"] += 1
+            logger.warning("%s cannot be read: %s", path, error)
+            self.note(self.left, "unreadable", [path])
             self.good.add(name)  # its row is none without a file
             return
         if bad is not None and bad.reason in LEFT_ALONE:
-            self.left[bad.reason] += 1
+            self.note(self.left, bad.reason, [path])
         elif bad is not None:
-            self.problems[bad.reason] += 1
+            self.note(self.problems, bad.reason, [path])
             if self.fix:
                 with self.index.writing() as sql:
                     _drop_if_same(self.shelf, name, bad)
@@ -266,7 +281,7 @@ class _Audit:
             if kind == "unindexed" and rows.is_being_written(sql, name):
                 kind = ""
         if kind and self.shelf.stat(name) is not None:
-            self.problems[kind] += 1
+            self.note(self.problems, kind, [path])
             if self.fix:
                 with self.index.writing() as sql:
                     if self.shelf.stat(name) is not None and _compare(sql, name, envelope):
@@ -286,8 +301,8 @@ class _Audit:
             if missing:
                 with self.index.reading() as sql:  # unless they were dropped just now
                     missing = [name for name in missing if rows.get(sql, name)]
-            self.problems["missing"] += len(missing)
-            self.problems["parents"] += len(wrong)
+            self.note(self.problems, "missing", map(self.shelf.path, missing))
+            self.note(self.problems, "parents", map(self.shelf.path, wrong))
             if self.fix and missing:
                 with self.index.writing() as sql:
                     for name in missing:
@@ -312,12 +327,13 @@ class _Audit:
         }
         for path, namespace, said in introductions.found(self.shelf):
             if namespace is None:
-                self.problems["descriptions"] += 1
+                self.note(self.problems, "descriptions", [path])
                 if self.fix:
                     self.shelf.files.unlink(path)
             elif known.get(namespace) is None:
                 wrong[namespace] = said
-        self.problems["descriptions"] += len(wrong)
+        paths = [introductions.path_of(self.shelf, digest) for digest in wrong]
+        self.note(self.problems, "descriptions", paths)
         if self.fix and wrong:
             with self.index.writing() as sql:
                 for digest, said in wrong.items():
@@ -383,7 +399,8 @@ def audit(
     work.counts()
     with index.reading() as sql:
         now = rows.totals(sql)
-    return DiskReport(now.n_states, now.kept_bytes, +work.problems, +work.left, fix)
+    named = {kind: tuple(paths) for kind, paths in work.files.items()}
+    return DiskReport(now.n_states, now.kept_bytes, +work.problems, +work.left, fix, named)
 
 
 def _compare(sql: sqlite3.Connection, name: bytes, envelope: Envelope) -> str:

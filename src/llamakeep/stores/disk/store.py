@@ -566,7 +566,7 @@ class DiskStore:
             self._tally.report("refused_description", f"{namespace.hex()} is described at length")
             return
         self._introduced[namespace] = said
-        if self.read_only:
+        if self.read_only or self._index.closed:
             return
         known = self.namespaces().get(namespace) == said
         with self._tally.quietly("write"):
