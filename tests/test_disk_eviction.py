@@ -19,7 +19,7 @@ from llamakeep.errors import InvalidValue
 from llamakeep.policy import Kept
 from llamakeep.states import Block
 from llamakeep.stores.disk import DiskStore
-from llamakeep.tokens import Place
+from llamakeep.tokens import PathNames, Place
 from tests.disk_tools import (
     BLOCK_TOKENS,
     NAMESPACE,
@@ -628,3 +628,32 @@ def test_time_moves_on_by_as_little_as_it_can(store: DiskStore, clock: Clock) ->
     store.touch([place.name])
     (entry,) = store.entries()
     assert (entry.created, entry.last_used, entry.hits) == (1000.0, 2000.0, 2)
+
+
+def test_what_one_store_remembers_and_must_keep_does_not_hold_it_up(tmp_path: Path) -> None:
+    """All that it remembers is gone but for what a new state hangs off: it looks again."""
+    where = tmp_path / "cache"
+
+    def place_of(seed: int, start: int, end: int, *, shared: bool = False) -> Place:
+        tokens = np.full(8, seed, np.int32)
+        tokens[:4] = 7 if shared else seed
+        return PathNames(bytes(32), tokens, 4).segment(start, end)
+
+    def keep(store: DiskStore, place: Place) -> bool:
+        return store.put(place.name, 3000, lambda: np.zeros(3000, np.uint8), place)
+
+    with (
+        DiskStore(where, 6 * 4096, min_free_bytes=0) as one,
+        DiskStore(where, 6 * 4096, min_free_bytes=0) as other,
+    ):
+        root = place_of(1, 0, 4, shared=True)
+        assert keep(one, root)
+        assert keep(one, place_of(2, 4, 8, shared=True))
+        for seed in range(10, 15):
+            assert keep(one, place_of(seed, 0, 4))  # the last one evicts the leaf
+        for seed in range(20, 32):
+            other.touch([root.name])
+            assert keep(other, place_of(seed, 0, 4))
+        assert keep(one, place_of(3, 4, 8, shared=True))
+        assert root.name in one
+        one.check()

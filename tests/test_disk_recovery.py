@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from llamakeep import modelfile
-from llamakeep.errors import BlobRejected, StoreError
+from llamakeep.errors import BlobRejected, IndexDamaged, StoreError
 from llamakeep.stores import envelope
 from llamakeep.stores.descriptions import MAX_DESCRIPTION_BYTES, parse_description
 from llamakeep.stores.disk import DiskStore, archive, audit, files, owners
-from llamakeep.stores.disk.index import INDEX_FILE, SIDE_FILES, IndexDamaged
+from llamakeep.stores.disk.index import INDEX_FILE, SIDE_FILES
 from llamakeep.tokens import Place
 from tests.disk_tools import (
     NAMESPACE,
@@ -579,3 +579,18 @@ def test_who_may_not_write_is_told_that_the_index_is_damaged(
     with pytest.raises(IndexDamaged):
         open_store(files=read_only)
     assert len(open_store()) == 1
+
+
+def test_a_forged_ticket_leads_to_no_file_outside(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.part"
+    precious.write_text("not ours")
+    where = tmp_path / "cache"
+    DiskStore(where, 1 << 20, min_free_bytes=0).close()
+    with contextlib.closing(sqlite3.connect(where / "index.sqlite3")) as sql, sql:
+        sql.execute("INSERT INTO owners VALUES ('o', 999999999, 1.0, 'm', 'b', 0)")
+        ticket = os.path.relpath(tmp_path / "precious", where / "tmp")
+        sql.execute("INSERT INTO writing VALUES (?, x'00', 1, 'o', NULL, NULL)", (ticket,))
+    with DiskStore(where, 1 << 20, min_free_bytes=0) as store:
+        store.check(fix=True)
+        assert store.used_bytes == 0
+    assert precious.read_text() == "not ours"

@@ -490,6 +490,8 @@ class PrefixTree(SpanForest):
 
     def _graft(self, tokens: IntArray, names: PathNames, record: Record) -> None:
         """Hang what a tier has below memory where it belongs, if it is what it says it is."""
+        if type(record.n_bytes) is not int or record.n_bytes <= 0:
+            return  # an index that others write says so
         origin = align_down(record.start, self.segment_tokens)
         end = record.end
         if not origin <= record.start < end <= origin + self.segment_tokens or (

@@ -94,7 +94,7 @@ class Room:
                 if enough and (short <= 0 or self._shelf.free_bytes() >= free + short):
                     rows.reserve(sql, ticket, name, cost, owner, place, self._clock())
                     return ticket
-                look_again = self._victims.is_old
+                look_again = self._victims.is_old or work.stuck
             if enough:
                 # What was evicted made no room. It is gone, so this could not be said before.
                 raise Refused("disk_full", _FULL)
@@ -156,7 +156,7 @@ class Room:
                 n_gone += n
                 if need <= 0 or (not n and work.fresh is not None):
                     return n_gone
-                look_again = self._victims.is_old
+                look_again = self._victims.is_old or work.stuck
             work.fresh = self._evictable() if look_again else None
 
     def drop(self, sql: sqlite3.Connection, names: Iterable[bytes]) -> int:
@@ -199,10 +199,12 @@ class _Making:
 
     Attributes:
         fresh: All that may go, to be looked through again in the next transaction.
+        stuck: Nothing went in the last one: what is remembered does not do.
     """
 
     def __init__(self, victims: Victims, place: Place | None, cost: int, tally: Tally) -> None:
         self.fresh: list[rows.Row] | None = None
+        self.stuck = False
         self._victims = victims
         self._place = place
         self._cost = cost
@@ -237,6 +239,7 @@ class _Making:
         if self.fresh is not None:
             self._victims.load(self.fresh, rows.totals(sql).n_states)
         gone = self._victims.evict(sql, n_bytes, self._held or ())
+        self.stuck = not gone
         self._tally.count("evicted", len(gone))
         self._freed += sum(row.n_bytes for row in gone)
         return len(gone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ SUFFIX, PARTIAL, UNREADY = ".state", ".part", ".new"
 """A state, one that is being written under a ticket, and a small file that is being written."""
 
 _HEAD_BYTES = 4096
+_TICKET = re.compile(r"[0-9A-Za-z_-]{1,200}")
 _READ_BYTES = 1 << 30
 
 
@@ -243,7 +245,9 @@ class Shelf:
 
     def discard(self, ticket: str) -> None:
         """Remove a file that is under its temporary name, if it is there."""
-        self.files.unlink(self.partial(ticket))
+        # It may come from an index that somebody forged: it must not lead elsewhere.
+        if _TICKET.fullmatch(ticket):
+            self.files.unlink(self.partial(ticket))
 
     def drop(self, name: bytes) -> None:
         """Remove the file of a state, if it is there."""
