@@ -25,7 +25,7 @@ from benchmarks.bench_states import (
 from benchmarks.harness import Result, benchmark, median_time
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.sequence import KeptSequence
-from llamakeep.stores.base import Tier
+from llamakeep.stores.base import Tier, TreeStore
 from llamakeep.stores.disk import DiskStore, rows
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.tiered import TieredStore
@@ -43,6 +43,15 @@ def over(runtime: LlamaCppRuntime, tier: Tier, ram: int = 1 << 30) -> KeptSequen
     return KeptSequence(runtime, tree, namespace=NAMESPACE)
 
 
+def let_go(store: TreeStore) -> None:
+    """End the threads of a store, and leave its tiers open."""
+    store.flush(60)
+    if isinstance(store, TieredStore):
+        for behind in store._behind.values():
+            behind.close(60)
+        store._reader.shutdown()
+
+
 def fill(runtime: LlamaCppRuntime, tier: Tier, tokens: IntArray) -> None:
     """Compute a prompt and let its states go down."""
     sequence = over(runtime, tier)
@@ -52,6 +61,7 @@ def fill(runtime: LlamaCppRuntime, tier: Tier, tokens: IntArray) -> None:
     sequence.save()
     if not sequence._tree.store.flush(60):
         raise RuntimeError("the tier did not take the states in a minute")
+    let_go(sequence._tree.store)
 
 
 def restore_seconds(runtime: LlamaCppRuntime, tier: Tier, prompt: IntArray, repeats: int) -> float:
@@ -66,9 +76,7 @@ def restore_seconds(runtime: LlamaCppRuntime, tier: Tier, prompt: IntArray, repe
         seconds = time.perf_counter() - begin
         if (reuse.reused_tokens, reuse.tier) != (N_PREFIX, tier.tier):
             raise RuntimeError(f"not restored: {reuse}")
-        store = sequence._tree.store
-        store.flush(60)
-        store._behind.close(0)  # type: ignore[attr-defined]
+        let_go(sequence._tree.store)
         return seconds
 
     first_request()
@@ -81,7 +89,7 @@ def restore_below() -> Iterator[Result]:
     runtime = LlamaCppRuntime.load(smollm2(), n_ctx=4096)
     tokens = random_tokens(N_PREFIX, runtime.n_vocab)
     prompt = np.concatenate((tokens, random_tokens(8, runtime.n_vocab, 1)))
-    prefill = prefill_seconds(runtime, tokens, 3)
+    prefill = prefill_seconds(runtime, tokens, 5)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = DiskStore(directory / "cache", 1 << 30)
@@ -100,7 +108,7 @@ def restore_below() -> Iterator[Result]:
         from llamakeep.stores.redis import RedisStore
 
         server = stack.enter_context(closing(Server()))
-        shared = RedisStore(server.url, secret="benchmark", timeout_s=10)
+        shared = RedisStore(server.url, secret="benchmark")
         stack.callback(shared.close)
         fill(runtime, shared, tokens)
         seconds = restore_seconds(runtime, shared, prompt, 9)
@@ -174,8 +182,7 @@ def save_below() -> Iterator[Result]:
         store.flush(60)
         seconds = once(lambda: save(N_PREFIX + N_NEW))
         store.flush(60)
-        if tier is not None:
-            store._behind.close(10)  # type: ignore[attr-defined]
+        let_go(store)
         return seconds
 
     def reading() -> float:

@@ -178,10 +178,14 @@ def insert(
 
 
 def remove(sql: sqlite3.Connection, name: bytes) -> bool:
-    """Take a state out; what hung off it hangs off nothing. Return whether it was there."""
+    """Take a state out; return whether it was there.
+
+    What hung off it hangs off another that covers the same tokens, if there is one, or nothing.
+    """
     gone = sql.execute("DELETE FROM states WHERE name = ?", (name,)).rowcount > 0
     if gone:
-        sql.execute("UPDATE states SET parent = NULL WHERE parent = ?", (name,))
+        for (below,) in sql.execute("SELECT name FROM states WHERE parent = ?", (name,)).fetchall():
+            hang_anew(sql, below)
     return gone
 
 
