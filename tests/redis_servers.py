@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 N_SLOTS = 16384
 
 
