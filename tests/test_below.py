@@ -190,6 +190,35 @@ def test_what_a_tier_lost_is_evaluated(kind: dict[str, Any], start: Any) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_lost_of_overlapping_spans_is_forgotten(kind: dict[str, Any], start: Any) -> None:
+    """A segment that begins before its node, because another writer cut it, can be lost, too."""
+    common = tokens_of(40, 1)
+    prompts = [joined(common, tokens_of(90, 2)), joined(common, tokens_of(100, 3))]
+
+    def filled() -> FakeTier:
+        disk = FakeTier()
+        disk.failing.add("find")  # neither sees the other
+        for prompt in prompts:
+            start(kind, disk).ask(prompt)
+        disk.failing.clear()
+        return disk
+
+    for lost in list(filled()):
+        disk = filled()
+        reader = start(kind, disk)
+        for prompt in prompts:
+            reader.tree.discover(prompt, reader.tree.match_prefix(prompt))
+        disk._blobs.delete(lost)
+        for _ in range(2):
+            for prompt in prompts:
+                reader.ask(prompt)
+                reader.forget_live()
+        for prompt in prompts:
+            assert reader.ask(prompt).reused_tokens == (prompt.size - 2) // 8 * 8
+            reader.forget_live()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["find", "get", "put", "touch", "supersede", "delete"])
 def test_a_tier_that_fails_costs_reuse_and_nothing_else(
     kind: dict[str, Any], method: str, start: Any

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from llamakeep.budget import ByteBudget
 from llamakeep.errors import InvalidValue
 from llamakeep.states import Block, Buffer
 from llamakeep.stores.base import State
@@ -514,64 +513,57 @@ def test_stats_say_what_waits_and_what_each_tier_did(make: Any, disk: FakeTier) 
 # -- the queue -------------------------------------------------------------------------------------
 
 
-def test_jobs_run_in_order_and_give_their_bytes_back() -> None:
-    behind, done = Behind(ByteBudget(100)), []
+def test_jobs_run_in_order() -> None:
+    behind, done = Behind(), []
+    assert behind.flush(0)
     for n in range(20):
-        assert behind.submit(lambda n=n: done.append(n), 5) is not None
+        assert behind.submit(lambda n=n: done.append(n))
     assert behind.flush(5)
     assert done == list(range(20))
-    assert behind.budget.used_bytes == 0
     behind.close()
-    assert behind.submit(lambda: None) is None
+    behind.close()
+    assert not behind.submit(lambda: None)
+    assert behind.flush(0)
 
 
 def test_a_job_that_raises_is_logged_and_the_next_one_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    behind, done = Behind(ByteBudget(100)), []
-    behind.submit(lambda: 1 / 0, 50)  # type: ignore[arg-type,return-value]
-    assert behind.flush(5)
-    behind.submit(lambda: done.append(1), 100)
+    behind, done = Behind(), []
+    behind.submit(lambda: 1 / 0)
+    behind.submit(lambda: done.append(1))
     behind.close()
     assert done == [1]
     assert behind.errors == 1
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_job_can_be_taken_back_until_it_begins() -> None:
-    behind, gate, begun = Behind(ByteBudget(100)), threading.Event(), threading.Event()
+def test_what_is_not_begun_in_time_is_given_up_and_nobody_waits_for_it() -> None:
+    behind, gate, begun, done = Behind(), threading.Event(), threading.Event(), []
 
     def wait() -> None:
         begun.set()
         gate.wait()
 
-    first = behind.submit(wait, 1)
-    second = behind.submit(lambda: None, 99)
-    assert first is not None
-    assert second is not None
+    behind.submit(wait)
+    behind.submit(lambda: done.append(1))
     begun.wait()
-    assert behind.submit(lambda: None, 1) is None
-    assert not behind.cancel(first)
-    assert behind.cancel(second)
-    assert not behind.cancel(second)
-    assert behind.submit(lambda: None, 99) is not None
+    waiting = threading.Thread(target=behind.flush)
+    waiting.start()
+    assert not behind.flush(0)
+    behind.close(0)
     gate.set()
-    assert behind.flush(5)
-    behind.close()
-    assert behind.budget.used_bytes == 0
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert done == []
 
 
 def test_many_threads_submit_and_flush() -> None:
-    behind, done = Behind(ByteBudget(1 << 20)), []
-    lock = threading.Lock()
-
-    def add() -> None:
-        with lock:
-            done.append(1)
+    behind, done = Behind(), []
 
     def work() -> None:
         for _ in range(200):
-            behind.submit(add, 3)
+            behind.submit(lambda: done.append(1))
             behind.flush(5)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -581,4 +573,3 @@ def test_many_threads_submit_and_flush() -> None:
         thread.join()
     behind.close()
     assert len(done) == 800
-    assert behind.budget.used_bytes == 0

@@ -590,17 +590,17 @@ class PrefixTree(SpanForest):
 
         A match that is older than the last save may name what was replaced since: that is let be.
         """
-        position = ref.position if isinstance(ref, CheckpointRef) else ref.start + 1
-        for node, end in self._path(tokens).nodes:
-            if not node.start < position <= end:
-                continue
-            checkpoint = isinstance(ref, CheckpointRef)
-            kept = node.checkpoints.get(position) if checkpoint else node.segment
-            if kept is None or kept.ref.name != ref.name or node.pins:
+        for node, _ in self._path(tokens).nodes:
+            kept = node.segment
+            if isinstance(ref, CheckpointRef):
+                kept = node.checkpoints.get(ref.position)
+            if kept is None or kept.ref.name != ref.name:
+                continue  # by name: a segment may begin before its node does
+            if node.pins:
                 return
             self.counters.lost_blobs += 1
-            if checkpoint:
-                self._take_out(node, position)
+            if isinstance(ref, CheckpointRef):
+                self._take_out(node, ref.position)
                 self.store.evict(ref.name)
             else:
                 self._drop_subtree(node)

@@ -111,7 +111,7 @@ class TieredStore:
         self._min_tokens = whole_number("min_tokens", min_tokens, 0)
         self._drain_s = drain_s
         self._budget = ByteBudget(whole_number("queue_bytes", queue_bytes, 0))
-        self._behind = {tier: Behind(self._budget) for tier in below}
+        self._behind = {tier: Behind() for tier in below}
         self._writes: dict[bytes, _Write] = {}  # what some tier lacks, by name
         self._closed = False
         self._begin()
@@ -127,7 +127,6 @@ class TieredStore:
         """Begin anew with what memory holds: a forked child has none of its parent's threads."""
         self._budget = ByteBudget(self._budget.capacity_bytes)
         for behind in self._behind.values():
-            behind.budget = self._budget
             behind.after_fork()
         self._begin()
         for name, write in list(self._writes.items()):
@@ -287,7 +286,7 @@ class TieredStore:
                 ]
                 if not lacked and len(behind) > _MAX_JOBS:
                     continue
-                if behind.submit(partial(self._take_down, tier, path, used)) is not None:
+                if behind.submit(partial(self._take_down, tier, path, used)):
                     for write in lacked:
                         write.queued.add(tier)
 
@@ -555,7 +554,7 @@ class TieredStore:
             with self._lock:
                 self._deleted[name] += len(self.below)
         for tier, behind in self._behind.items():
-            if behind.submit(self._deleting(tier, name)) is None:
+            if not behind.submit(self._deleting(tier, name)):
                 self._deleting(tier, name)()
 
     def _deleting(self, tier: Tier, name: bytes) -> Callable[[], None]:
