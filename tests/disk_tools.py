@@ -6,16 +6,21 @@ import errno
 import io
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llamakeep.states import Block, Buffer
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import PAGE_BYTES, Files, on_disk
 from llamakeep.tokens import PathNames, Place
 
+posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and links")
+
+Open = Callable[..., DiskStore]
 NAMESPACE = b"n" * 32
 ROLLING = b"r" * 32
 BLOCK_TOKENS = 4
@@ -148,3 +153,18 @@ def du(directory: Path) -> int:
 def pages(n: int) -> int:
     """Return the bytes of so many pages."""
     return n * PAGE_BYTES
+
+
+@contextmanager
+def opening(where: Path) -> Iterator[Open]:
+    """Yield `open_store(**options)`, which opens a directory; what was opened is closed."""
+    opened: list[DiskStore] = []
+
+    def open_store(**options: object) -> DiskStore:
+        defaults: dict[str, object] = {"capacity_bytes": pages(100), "min_free_bytes": 0}
+        opened.append(DiskStore(where, **(defaults | options)))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()

@@ -31,22 +31,22 @@ from llamakeep.tokens import PathNames
 from tests.disk_tools import (
     NAMESPACE,
     Failing,
+    Open,
     blocks,
     content,
     du,
     files_below,
     is_right,
+    opening,
     pages,
     path,
+    posix,
     put,
 )
 
-posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and links")
 as_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can do this"
 )
-
-Open = Callable[..., DiskStore]
 
 
 @pytest.fixture
@@ -56,17 +56,8 @@ def where(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_store(where: Path) -> Iterator[Open]:
-    """`open_store(**options)` opens the directory; what was opened is closed at the end."""
-    opened: list[DiskStore] = []
-
-    def open_store(**options: object) -> DiskStore:
-        defaults: dict[str, object] = {"capacity_bytes": pages(100), "min_free_bytes": 0}
-        opened.append(DiskStore(where, **(defaults | options)))  # type: ignore[arg-type]
-        return opened[-1]
-
-    yield open_store
-    for store in opened:
-        store.close()
+    with opening(where) as open_store:
+        yield open_store
 
 
 @pytest.fixture

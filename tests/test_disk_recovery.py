@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,21 @@ from tests.disk_tools import (
     NAMESPACE,
     ROLLING,
     Failing,
+    Open,
     Unflushed,
     blocks,
     content,
     du,
     is_right,
+    opening,
     pages,
     path,
+    posix,
     put,
 )
 
-posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and links")
-
 PLACE = path(range(6)).segment(0, 4)
 NEXT = path(range(6)).segment(4, 6)
-
-Open = Callable[..., DiskStore]
 
 
 @pytest.fixture
@@ -53,16 +52,8 @@ def where(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_store(where: Path) -> Iterator[Open]:
-    opened: list[DiskStore] = []
-
-    def open_store(**options: object) -> DiskStore:
-        defaults: dict[str, object] = {"capacity_bytes": pages(100), "min_free_bytes": 0}
-        opened.append(DiskStore(where, **(defaults | options)))  # type: ignore[arg-type]
-        return opened[-1]
-
-    yield open_store
-    for store in opened:
-        store.close()
+    with opening(where) as open_store:
+        yield open_store
 
 
 def file_of(store: DiskStore, name: bytes) -> Path:
