@@ -66,6 +66,7 @@ STATS = {
     "n_blobs": int,
     "n_segments": int,
     "n_checkpoints": int,
+    "n_snapshots": int,
     "n_opaque": int,
     "n_prompts": int,
     "namespaces": list,
@@ -451,7 +452,7 @@ def test_stats(cache: Cache) -> None:
     assert has_shape(difference, DIFFERENCE)
     assert difference["parts"] == [{"part": "context.type_k", "ours": 8, "theirs": 1}]
     result = cache.run("stats")
-    assert "10 (8 segments, 2 checkpoints, 0 others)" in result.stdout
+    assert "10 (8 segments, 2 checkpoints, 0 snapshots, 0 others)" in result.stdout
     assert "other.gguf\n" in result.stdout
     assert (
         f"{TINY_Q8.digest.hex()[:8]} cannot use what {TINY.digest.hex()[:8]} has: "

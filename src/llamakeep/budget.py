@@ -49,6 +49,19 @@ class ByteBudget:
         """What a reservation can still have."""
         return self._capacity_bytes - self._used_bytes
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Set another limit.
+
+        Raises:
+            OverBudget: When more is in use; the limit stays as it is.
+            InvalidValue: For a negative limit.
+        """
+        whole_number("capacity_bytes", capacity_bytes, 0)
+        with self._lock:
+            if self._used_bytes > capacity_bytes:
+                raise OverBudget(f"{self._used_bytes:,} bytes are in use, above {capacity_bytes:,}")
+            self._capacity_bytes = capacity_bytes
+
     def reserve(self, n_bytes: int) -> None:
         """Take `n_bytes`.
 

@@ -517,6 +517,18 @@ class RadixIndex(Generic[V]):
         held = self._find(tokens)[1]
         return None if held is None else held.value
 
+    def next_tokens(self, tokens: TokensLike) -> list[int]:
+        """Return the tokens that some key has after `tokens`, in no particular order.
+
+        Costs a look at every branch of one edge.
+        """
+        nodes, n_tokens = descend(self._root, tokens)
+        if n_tokens < len(tokens):
+            return []
+        node = nodes[-1][0]
+        found = [node.token_at(n_tokens)] if n_tokens < node.end else []
+        return found + [token for point, token in node.branches if point == n_tokens]
+
     def touch(self, tokens: TokensLike) -> None:
         """Make the key `tokens` the newest.
 

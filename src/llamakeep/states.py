@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,15 @@ from llamakeep.tokens import IntArray, Kind, Place
 
 Buffer: TypeAlias = npt.NDArray[np.uint8]
 """The bytes of a kept state: one-dimensional, read-only, shared and never copied."""
+
+
+class Blob(Protocol):
+    """What a store in memory can keep: anything that says how large it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it counts for."""
+        ...  # pragma: no cover - protocol
 
 
 def frozen(data: Buffer) -> Buffer:

@@ -116,7 +116,8 @@ def align_down(position: int, align: int) -> int:
     return max(0, position - position % align)
 
 
-Kind: TypeAlias = Literal["segment", "checkpoint"]
+Kind: TypeAlias = Literal["segment", "checkpoint", "snapshot"]
+"""What a kept state is: rows of a span, what is true at one position only, or all of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,11 +125,12 @@ class Place:
     """Where a state belongs: what a tier needs to find it by tokens, and its name.
 
     Attributes:
-        kind: `segment` or `checkpoint`.
+        kind: `segment`, `checkpoint` or `snapshot`.
         namespace: Digest of everything that makes states incompatible.
         block: Name of the block that it lies in, which is that of the prefix before `origin`.
         origin: Where that block starts.
-        start: Where its span starts, origin <= start < end. A checkpoint is at the end.
+        start: Where its span starts, origin <= start < end. A checkpoint is at the end; the span
+            of a snapshot is all of its prompt.
         tokens: Tokens [origin, end).
         closes: The block ends here too.
     """
@@ -223,6 +225,22 @@ class PathNames:
         tokens = self._tokens[origin:end].copy()  # places live longer than prompts
         closes = end == origin + self._block_tokens
         return Place(kind, self._namespace, self.block(origin), origin, start, tokens, closes)
+
+
+def snapshot_name(namespace: bytes, tokens: IntArray) -> bytes:
+    """Return the name of the whole state of a prompt."""
+    return state_name("snapshot", root_name(namespace), 0, tokens)
+
+
+def snapshot_place(namespace: bytes, tokens: IntArray) -> Place:
+    """Return the place of the whole state of a prompt, which stands for itself alone.
+
+    Raises:
+        TokenError: Without tokens.
+    """
+    if not tokens.size:
+        raise TokenError("no snapshot of 0 tokens has a place")
+    return Place("snapshot", namespace, root_name(namespace), 0, 0, tokens.copy(), False)
 
 
 def root_name(namespace: bytes) -> bytes:

@@ -239,7 +239,7 @@ def show_stats(path: Path, *, as_json: bool) -> None:
         _show_stats(figures)
 
 
-_COUNTS = ("n_blobs", "n_segments", "n_checkpoints", "n_opaque")
+_COUNTS = ("n_blobs", "n_segments", "n_checkpoints", "n_snapshots", "n_opaque")
 
 
 def described(store: DiskStore) -> dict[str, dict[str, Any]]:
@@ -313,7 +313,8 @@ def _show_stats(figures: Mapping[str, Any]) -> None:
     screen.say(f"free        {format_bytes(figures['free_bytes'])} on the file system")
     screen.say(
         f"blobs       {figures['n_blobs']:,} ({figures['n_segments']:,} segments, "
-        f"{figures['n_checkpoints']:,} checkpoints, {figures['n_opaque']:,} others)"
+        f"{figures['n_checkpoints']:,} checkpoints, {figures['n_snapshots']:,} snapshots, "
+        f"{figures['n_opaque']:,} others)"
     )
     screen.say(f"prompts     {figures['n_prompts']:,}")
     if not figures["namespaces"]:

@@ -39,13 +39,14 @@ SEAL_BYTES = 32
 FIXED_BYTES = 144
 MIN_HEADER_BYTES = FIXED_BYTES + SEAL_BYTES
 """Bytes of the header of a blob without a place; with one there are 4 more for each token."""
-MAX_HEADER_BYTES = MIN_HEADER_BYTES + 4 * (1 << 20)
-"""No block has more tokens than this leaves room for."""
+MAX_TOKENS = 1 << 20
+"""No block has more tokens, and no snapshot."""
+MAX_HEADER_BYTES = MIN_HEADER_BYTES + 4 * MAX_TOKENS
 
 _FIXED = struct.Struct("<8sHHIQ32sBB6s32s32sQQ")
 _MAX_POSITION = 1 << 62
 _SEALED = 1
-_KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint")
+_KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint", "snapshot")
 _NOWHERE = bytes(NAME_BYTES)
 _KEY_ID_BYTES = 6
 
@@ -210,6 +211,32 @@ def verify(envelope: Envelope, payload: Buffer, key: bytes | None) -> None:
     check_secret(envelope, key)
     if not hmac.compare_digest(_seal(envelope.header, payload, key), envelope.seal):
         raise BlobRejected("is not what was sealed", reason="corrupt")
+
+
+class SealCheck:
+    """Compares a seal piece by piece, for a payload that is read that way.
+
+    Args:
+        envelope: What the header says.
+        key: From `seal_key`.
+    """
+
+    def __init__(self, envelope: Envelope, key: bytes | None) -> None:
+        self._seal = envelope.seal
+        self._hasher = blake3(envelope.header, key=key) if key else blake3(envelope.header)
+
+    def update(self, piece: bytes) -> None:
+        """Add the next piece of the payload."""
+        self._hasher.update(piece)
+
+    def finish(self) -> None:
+        """Compare.
+
+        Raises:
+            BlobRejected: When header or payload are not what was sealed.
+        """
+        if not hmac.compare_digest(self._hasher.digest(), self._seal):
+            raise BlobRejected("is not what was sealed", reason="corrupt")
 
 
 def _key_id(key: bytes | None) -> int:

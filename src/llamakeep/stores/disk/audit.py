@@ -15,9 +15,8 @@ from typing import Any
 from llamakeep.errors import BlobRejected
 from llamakeep.stores.descriptions import parse_description
 from llamakeep.stores.disk import introductions, rows
-from llamakeep.stores.disk.files import on_disk
 from llamakeep.stores.disk.index import Index
-from llamakeep.stores.disk.shelf import FileRejected, Shelf
+from llamakeep.stores.disk.shelf import FileRejected, Shelf, counted_bytes
 from llamakeep.stores.envelope import Envelope
 from llamakeep.tokens import NAME_BYTES
 
@@ -108,8 +107,8 @@ def _glance(shelf: Shelf, path: Path, name: bytes) -> tuple[Envelope, os.stat_re
 
 
 def _insert(sql: sqlite3.Connection, name: bytes, envelope: Envelope, time: float) -> None:
-    n_file = on_disk(envelope.header_bytes + envelope.payload_bytes)
-    rows.insert(sql, name, envelope.place, envelope.payload_bytes, n_file, time)
+    cost = counted_bytes(envelope.payload_bytes, envelope.place)
+    rows.insert(sql, name, envelope.place, envelope.payload_bytes, cost, time)
 
 
 # -- the dead --------------------------------------------------------------------------------------
@@ -409,8 +408,8 @@ def _compare(sql: sqlite3.Connection, name: bytes, envelope: Envelope) -> str:
     if row is None:
         return "unindexed"
     place = envelope.place
-    n_file = on_disk(envelope.header_bytes + envelope.payload_bytes)
-    if (row.payload_bytes, row.n_bytes) != (envelope.payload_bytes, n_file):
+    cost = counted_bytes(envelope.payload_bytes, place)
+    if (row.payload_bytes, row.n_bytes) != (envelope.payload_bytes, cost):
         return "wrong"
     if place is None:
         return "wrong" if row.kind else ""

@@ -14,7 +14,7 @@ import numpy as np
 
 from llamakeep.errors import InvalidValue
 from llamakeep.stores.disk import rows
-from llamakeep.stores.disk.rows import CHECKPOINT, OPAQUE, SEGMENT, Row
+from llamakeep.stores.disk.rows import CHECKPOINT, OPAQUE, SEGMENT, SNAPSHOT, Row
 from llamakeep.tokens import IntArray, block_name
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
@@ -65,6 +65,7 @@ class DiskStats:
         n_blobs: How many states there are.
         n_segments: How many of them are segments.
         n_checkpoints: How many are checkpoints.
+        n_snapshots: How many are whole states of a prompt.
         n_opaque: How many have no place.
         namespaces: Bytes by hex digest of the namespace.
     """
@@ -76,13 +77,14 @@ class DiskStats:
     n_blobs: int
     n_segments: int
     n_checkpoints: int
+    n_snapshots: int
     n_opaque: int
     namespaces: dict[str, int]
 
 
 def stats(sql: sqlite3.Connection, capacity_bytes: int, free_bytes: int) -> DiskStats:
     """Return what is there. Costs a scan of the index."""
-    kinds = [0, 0, 0]
+    kinds = [0] * len(rows.KINDS)
     namespaces: dict[str, int] = {}
     for namespace, kind, n, n_bytes in sql.execute(
         "SELECT namespace, kind, count(*), sum(file_bytes) FROM states GROUP BY namespace, kind"
@@ -99,13 +101,14 @@ def stats(sql: sqlite3.Connection, capacity_bytes: int, free_bytes: int) -> Disk
         n_blobs=totals.n_states,
         n_segments=kinds[SEGMENT],
         n_checkpoints=kinds[CHECKPOINT],
+        n_snapshots=kinds[SNAPSHOT],
         n_opaque=kinds[OPAQUE],
         namespaces=namespaces,
     )
 
 
 class _Node:
-    """A segment, or a checkpoint that lies in none, and what hangs off it.
+    """A segment, a snapshot, or a checkpoint that lies in no segment, and what hangs off it.
 
     Attributes:
         row: Its row.
@@ -161,7 +164,7 @@ class Catalog:
         self._nodes: dict[bytes, _Node] = {}
         checkpoints = []
         for row in rows.placed(sql):
-            if row.kind == SEGMENT:
+            if row.kind != CHECKPOINT:
                 self._nodes[row.name] = _Node(row)
             else:
                 checkpoints.append(row)

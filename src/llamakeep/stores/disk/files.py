@@ -30,17 +30,11 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _COMMON
 _RELATIVE = {os.open, os.rename, os.unlink, os.stat, os.mkdir} <= os.supports_dir_fd
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY | _COMMON
 _LINK = (errno.ELOOP, errno.EMLINK)
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def on_disk(n_bytes: int) -> int:
     """Return the bytes that a file of `n_bytes` occupies."""
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def is_full(error: BaseException) -> bool:
-    """Return whether the error says that there is no room left."""
-    return isinstance(error, OSError) and error.errno in _FULL
 
 
 class Files:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llamakeep.errors import IndexDamaged, StoreError
 from llamakeep.stores.disk.files import private_file, refuse_foreign
-from llamakeep.stores.disk.tally import Refused
+from llamakeep.tally import Refused
 
 INDEX_FILE = "index.sqlite3"
 LOCK_FILE = "lock"
@@ -58,9 +58,10 @@ CREATE TABLE totals (
     used_bytes INTEGER NOT NULL,
     opaque_bytes INTEGER NOT NULL,
     n_states INTEGER NOT NULL,
-    newest REAL NOT NULL
+    newest REAL NOT NULL,
+    identity BLOB NOT NULL
 );
-INSERT INTO totals VALUES (0, 0, 0, 0.0);
+INSERT INTO totals VALUES (0, 0, 0, 0.0, randomblob(16));
 CREATE TRIGGER count_in AFTER INSERT ON states BEGIN
     UPDATE totals SET
         used_bytes = used_bytes + new.file_bytes,
@@ -95,7 +96,9 @@ CREATE TABLE namespaces (
     rolling INTEGER NOT NULL
 );
 """
-"""`states` has a row for each file. `kind`: 0 opaque, 1 segment, 2 checkpoint. `tokens` are those
+"""`states` has a row for each file. `kind`: 0 opaque, 1 segment, 2 checkpoint, 3 snapshot.
+`file_bytes` is what it counts for, see `counted_bytes`; `identity` tells this database from one
+that is made in its place later, which numbers its rows anew. `tokens` are those
 of the block up to `stop`, int32. `parent` is the name of the segment in the same block that the
 state hangs off. `writing` has a row for each file that is not indexed yet: its bytes count."""
 

@@ -20,6 +20,9 @@ VERSION = 1
 
 BOOT_FILE = "boot"
 
+OWN = "llamakeep"
+"""A directory of states in one that holds other things."""
+
 _MAX_BOOT_BYTES = 256
 _OURS = {FORMAT_FILE, LOCK_FILE, BOOT_FILE, BLOBS, DESCRIBED, TEMPORARY, *SIDE_FILES, CACHE_FILE}
 _HARMLESS = {"lost+found"}
@@ -51,11 +54,7 @@ def prepare(path: Path, files: Files) -> tuple[Path, bool]:
         return root, True
     if not version:
         # A directory is made private, and told what is not ours: so not one of other things.
-        others = sorted(
-            name
-            for name in set(os.listdir(root)) - _OURS - _HARMLESS
-            if not name.startswith(PARTIAL_PREFIX)
-        )
+        others = strangers(root)
         if others:
             raise StoreError(f"{root} is no cache of states: it holds {others[0]!r}")
     private_directory(root)
@@ -68,6 +67,33 @@ def prepare(path: Path, files: Files) -> tuple[Path, bool]:
         if not _version(root):
             _mark(root, files)
     return root, False
+
+
+def home(path: Path) -> Path:
+    """Return where the states of a cache in `path` belong: there, or below what lies there.
+
+    A directory that holds other things, as those of other caches, keeps them untouched; the states
+    get one of their own in it.
+    """
+    path = path.expanduser()
+    try:
+        taken = not (path / FORMAT_FILE).exists() and strangers(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    return path / OWN if taken else path
+
+
+def strangers(root: Path) -> list[str]:
+    """Return what a directory holds that no directory of states does, sorted.
+
+    Raises:
+        OSError: When it cannot be read.
+    """
+    return sorted(
+        name
+        for name in set(os.listdir(root)) - _OURS - _HARMLESS
+        if not name.startswith(PARTIAL_PREFIX)
+    )
 
 
 def _version(root: Path) -> int:

@@ -18,8 +18,8 @@ from llamakeep.stores.disk import rows
 from llamakeep.stores.disk.index import Index
 from llamakeep.stores.disk.owners import Owner, this_process
 from llamakeep.stores.disk.shelf import Shelf
-from llamakeep.stores.disk.tally import Refused, Tally
 from llamakeep.stores.disk.victims import Victims
+from llamakeep.tally import Refused, Tally
 from llamakeep.tokens import Place
 
 _FULL = "the file system has no room to spare"

@@ -2,8 +2,8 @@
 
 A segment that starts inside its block hangs off the segment of that block that it continues, a
 checkpoint off the segment that it lies in: their `parent`. The first segment of a block hangs off
-whatever closes the block before, whose `next_block` it is in. A state may go when nothing hangs
-off it.
+whatever closes the block before, whose `next_block` it is in. A snapshot hangs off nothing. A state
+may go when nothing hangs off it.
 
 Every function takes a connection, and changes something only where it says so, in the caller's
 transaction. `tokens` are raw here: int32, little-endian, of the block up to the state's end.
@@ -24,8 +24,8 @@ from llamakeep.states import Block, Record
 from llamakeep.stores.disk.owners import Owner
 from llamakeep.tokens import Kind, Place
 
-OPAQUE, SEGMENT, CHECKPOINT = 0, 1, 2
-KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint")
+OPAQUE, SEGMENT, CHECKPOINT, SNAPSHOT = 0, 1, 2, 3
+KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint", "snapshot")
 
 
 @dataclass(slots=True)
@@ -372,7 +372,7 @@ def above(sql: sqlite3.Connection, place: Place) -> list[Row]:
 def evictable(sql: sqlite3.Connection) -> Iterator[Row]:
     """Yield every state that may go now. Costs a scan of the index."""
     for values in sql.execute(
-        f"SELECT {_COLUMNS} FROM states AS s WHERE kind = 2 OR kind = 1 "
+        f"SELECT {_COLUMNS} FROM states AS s WHERE kind > 1 OR kind = 1 "
         "AND NOT EXISTS (SELECT 1 FROM states AS c WHERE c.parent = s.name) "
         "AND NOT EXISTS (SELECT 1 FROM states AS n WHERE n.block = s.next_block)"
     ):
@@ -421,6 +421,38 @@ def find(sql: sqlite3.Connection, block: Block, tier: str) -> Iterator[Record]:
             which = KINDS[kind]
             if which is not None:
                 yield Record(which, name, start, np.frombuffer(tokens, "<i4"), n_bytes, tier)
+
+
+def snapshots(
+    sql: sqlite3.Connection, namespace: bytes, after: int
+) -> list[tuple[bytes, int, bytes]]:
+    """Return name, payload bytes and tokens of each snapshot of a namespace.
+
+    Args:
+        sql: The index.
+        namespace: Which ones.
+        after: Only those with a higher sequence number: that came later, in this database.
+
+    Those used last come last. Costs a look at every later row.
+    """
+    return sql.execute(
+        "SELECT name, n_bytes, tokens FROM states "
+        "WHERE sequence > ? AND namespace = ? AND kind = 3 ORDER BY last_used",
+        (after, namespace),
+    ).fetchall()
+
+
+def snapshot_names(sql: sqlite3.Connection, namespace: bytes) -> list[bytes]:
+    """Return the names of a namespace's snapshots. Costs a scan of the index."""
+    found = sql.execute("SELECT name FROM states WHERE namespace = ? AND kind = 3", (namespace,))
+    return [name for (name,) in found]
+
+
+def newest(sql: sqlite3.Connection) -> tuple[bytes, int]:
+    """Return which database it is, and the highest sequence number that it gave away."""
+    (identity,) = sql.execute("SELECT identity FROM totals").fetchone()
+    found = sql.execute("SELECT seq FROM sqlite_sequence WHERE name = 'states'").fetchone()
+    return identity, found[0] if found else 0
 
 
 # -- what is being written, and by whom ------------------------------------------------------------

@@ -11,20 +11,23 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from llamakeep.errors import BlobRejected, StoreError
 from llamakeep.modelfile import ABANDONED_SECONDS, abandoned
 from llamakeep.states import Buffer, frozen
-from llamakeep.stores.disk.files import Files
+from llamakeep.stores.disk.files import Files, on_disk
 from llamakeep.stores.disk.pool import BufferPool
 from llamakeep.stores.envelope import (
     Envelope,
+    SealCheck,
     check_secret,
+    header_bytes,
     parse,
     seal_key,
     total_bytes,
@@ -32,6 +35,8 @@ from llamakeep.stores.envelope import (
     wrap,
 )
 from llamakeep.tokens import NAME_BYTES, Place
+
+T = TypeVar("T")
 
 BLOBS, TEMPORARY = "blobs", "tmp"
 SUFFIX, PARTIAL, UNREADY = ".state", ".part", ".new"
@@ -52,6 +57,52 @@ class FileRejected(BlobRejected):
     def __init__(self, cause: BlobRejected, identity: tuple[int, int] | None) -> None:
         super().__init__(str(cause), reason=cause.reason)
         self.identity = identity
+
+
+class Payload:
+    """The payload of a state, read piece by piece. Nothing of it is true before `finish`.
+
+    Args:
+        file: The file.
+        envelope: What its header says.
+        key: From `seal_key`.
+    """
+
+    def __init__(self, file: io.FileIO, envelope: Envelope, key: bytes | None) -> None:
+        self.left_bytes = envelope.payload_bytes
+        self._file = file
+        self._check = SealCheck(envelope, key)
+        file.seek(envelope.header_bytes)
+
+    def read(self, n_bytes: int) -> bytes:
+        """Return the next bytes: read once, into the object that is returned.
+
+        Raises:
+            BlobRejected: When there are not so many.
+        """
+        if not 0 <= n_bytes <= self.left_bytes:
+            raise BlobRejected(
+                f"{n_bytes:,} bytes are to follow, {self.left_bytes:,} do", reason="corrupt"
+            )
+        data = self._file.read(n_bytes) or b""
+        while len(data) < n_bytes:
+            more = self._file.read(n_bytes - len(data))
+            if not more:
+                raise BlobRejected(f"ends {self.left_bytes:,} bytes early", reason="truncated")
+            data += more
+        self._check.update(data)
+        self.left_bytes -= n_bytes
+        return data
+
+    def finish(self) -> None:
+        """Compare what was read with the seal.
+
+        Raises:
+            BlobRejected: When it is not what was sealed, or not all was read.
+        """
+        if self.left_bytes:
+            raise BlobRejected(f"{self.left_bytes:,} bytes too many follow", reason="corrupt")
+        self._check.finish()
 
 
 class Shelf:
@@ -112,32 +163,50 @@ class Shelf:
         """Return what is under the name of a state, a link itself if it is one."""
         return self.files.stat(self.path(name))
 
+    def parse(self, name: bytes, parse: Callable[[Payload], T]) -> T:
+        """Return what `parse` makes of a state's payload, which it reads piece by piece.
+
+        Nothing of it is true before this returns.
+
+        Raises:
+            FileRejected: When it is not what was stored there, or `parse` raises `BlobRejected`.
+            OSError: When it cannot be read, or is not there.
+        """
+        with self._opened(name) as (file, envelope, _):
+            payload = Payload(file, envelope, self.key)
+            made = parse(payload)
+            payload.finish()
+            return made
+
     def _read(self, name: bytes, *, payload: bool, anyone: bool = False) -> tuple[Envelope, Buffer]:
+        with self._opened(name, anyone=anyone) as (file, envelope, rest):
+            if not payload:
+                return envelope, _NOTHING
+            data = self.pool.take(envelope.payload_bytes)
+            read_payload(file, rest, data)
+            verify(envelope, data, self.key)
+            return envelope, frozen(data)
+
+    @contextmanager
+    def _opened(
+        self, name: bytes, *, anyone: bool = False
+    ) -> Iterator[tuple[io.FileIO, Envelope, bytes]]:
+        """Lend the file of a state, what its header says, and what was read of the payload."""
         try:
             file, info = self.files.open(self.path(name))
         except BlobRejected as error:
             raise FileRejected(error, None) from None
         try:
             with file:
-                return self._parse(file, info.st_size, name, payload, anyone)
+                envelope, rest = read_header(file)
+                check_size(info.st_size, envelope)
+                if envelope.name != name:
+                    raise BlobRejected("is of another name", reason="name")
+                if not anyone:
+                    check_secret(envelope, self.key)
+                yield file, envelope, rest
         except BlobRejected as error:
             raise FileRejected(error, (info.st_dev, info.st_ino)) from None
-
-    def _parse(
-        self, file: io.FileIO, size: int, name: bytes, payload: bool, anyone: bool
-    ) -> tuple[Envelope, Buffer]:
-        envelope, rest = read_header(file)
-        check_size(size, envelope)
-        if envelope.name != name:
-            raise BlobRejected("is of another name", reason="name")
-        if not anyone:
-            check_secret(envelope, self.key)
-        if not payload:
-            return envelope, _NOTHING
-        data = self.pool.take(envelope.payload_bytes)
-        read_payload(file, rest, data)
-        verify(envelope, data, self.key)
-        return envelope, frozen(data)
 
     def listing(self) -> Iterator[tuple[Path, bytes | None]]:
         """Yield every file below the directory of states, with the name it has.
@@ -267,6 +336,17 @@ def replace(files: Files, root: Path, path: Path, data: bytes) -> None:
             files.unlink(partial)
         raise
     files.flush_directory(path.parent)
+
+
+def counted_bytes(n_payload: int, place: Place | None) -> int:
+    """Return what a state's file counts for, the same wherever it is counted.
+
+    That is what it occupies, in whole pages. Only a snapshot counts for its payload alone: how
+    large a cache of snapshots may be is said in bytes of states, as it is of one in memory.
+    """
+    if place is not None and place.kind == "snapshot":
+        return n_payload
+    return on_disk(header_bytes(place) + n_payload)
 
 
 _NOTHING: Buffer = frozen(np.empty(0, np.uint8))

@@ -26,7 +26,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from llamakeep.errors import IntegrityError, InvalidValue, whole_number
 from llamakeep.policy import Policy, get_policy
@@ -36,16 +38,39 @@ from llamakeep.stores.disk import archive, audit, catalog, introductions, layout
 from llamakeep.stores.disk.archive import Imported, Progress, Target
 from llamakeep.stores.disk.audit import DiskReport
 from llamakeep.stores.disk.catalog import Catalog, DiskEntry, DiskStats
-from llamakeep.stores.disk.files import Files, on_disk
+from llamakeep.stores.disk.files import Files
 from llamakeep.stores.disk.index import Busy, Index, is_damage, store_error
 from llamakeep.stores.disk.room import Room
-from llamakeep.stores.disk.shelf import FileRejected, Shelf
-from llamakeep.stores.disk.tally import Refused, Tally
-from llamakeep.stores.envelope import header_bytes
-from llamakeep.tokens import NAME_BYTES, Place
+from llamakeep.stores.disk.shelf import FileRejected, Payload, Shelf, counted_bytes
+from llamakeep.tally import Refused, Tally
+from llamakeep.tokens import NAME_BYTES, IntArray, Place
 
 _KEEP = {"version", "secret", "symlink"}
 """Why a file is refused but left alone: it may be good for somebody else, or is no file of ours."""
+
+
+T = TypeVar("T")
+
+
+class Mark(NamedTuple):
+    """Up to where a caller knows what is in an index.
+
+    Attributes:
+        database: Which index: one that is made anew is another.
+        sequence: The number of its last row.
+    """
+
+    database: bytes
+    sequence: int
+
+
+class Snapshot(NamedTuple):
+    """A whole state of a prompt: its name, the size of its payload, and the prompt."""
+
+    name: bytes
+    n_bytes: int
+    tokens: IntArray
+
 
 _NAMES_AT_ONCE = 256
 _MOST_FORGOTTEN = 1024
@@ -178,6 +203,15 @@ class DiskStore:
         """The limit on bytes."""
         return self._room.capacity_bytes
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Set another limit; what is above it goes, by policy.
+
+        Raises:
+            InvalidValue: For a negative limit.
+        """
+        self._room.capacity_bytes = whole_number("capacity_bytes", capacity_bytes, 0)
+        self.trim(capacity_bytes)
+
     @property
     def used_bytes(self) -> int:
         """Bytes that are kept or being written, by whomever; 0 when the index cannot be read."""
@@ -186,8 +220,11 @@ class DiskStore:
         return 0
 
     def cost_bytes(self, n_bytes: int, place: Place | None = None) -> int:
-        """Return the bytes that a blob of `n_bytes` occupies: a header more, in whole pages."""
-        return on_disk(header_bytes(place) + n_bytes)
+        """Return the bytes that a blob counts for: with a header, in whole pages.
+
+        A snapshot counts for its own bytes.
+        """
+        return counted_bytes(n_bytes, place)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -306,11 +343,25 @@ class DiskStore:
         then, else before the next `put`; one that another version or another secret made is left
         alone. No writer is waited for.
         """
+        return self._fetched(name, lambda: self._shelf.read(name)[1])
+
+    def parse(self, name: bytes, parse: Callable[[Payload], T]) -> T | None:
+        """Return what `parse` makes of a blob's payload, verified, or None. Else like `get`.
+
+        Args:
+            name: The blob's name.
+            parse: Reads the payload piece by piece, all of it, each piece into memory of its own;
+                may raise `BlobRejected`. Must change nothing outside: what it read may be refused.
+        """
+        return self._fetched(name, lambda: self._shelf.parse(name, parse))
+
+    def _fetched(self, name: bytes, fetch: Callable[[], T]) -> T | None:
+        """Return what `fetch` reads of a blob; see to it if it is gone or bad."""
         if self._index.closed:
             return None
         with self._tally.quietly("read"):
             try:
-                return self._shelf.read(name)[1]
+                return fetch()
             except (FileNotFoundError, NotADirectoryError):
                 self._forget(name, None, wait=False)
             except FileRejected as error:
@@ -328,13 +379,47 @@ class DiskStore:
         Costs one look-up for each block, and two for each distinct start of a span in it. An index
         that is gone or damaged finds nothing; it is made anew with the next write.
         """
+        with self._tally.quietly("read"), self._index.reading() as sql, self._noticing_nonsense():
+            return [record for block in blocks for record in rows.find(sql, block, self.tier)]
+        return []
+
+    @contextmanager
+    def _noticing_nonsense(self) -> Iterator[None]:
+        """Have the index made anew when what it says cannot be.
+
+        The database has no checksums: it can be damaged without its noticing.
+        """
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            self._index.condemn()
+            raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
+
+    def snapshots(self, namespace: bytes, since: Mark | None = None) -> tuple[list[Snapshot], Mark]:
+        """Return the snapshots of a namespace, those used last at the end.
+
+        Args:
+            namespace: Its digest.
+            since: What an earlier call returned: then only those that came since, unless the index
+                was made anew meanwhile, which another `database` in the mark shows.
+
+        Returns:
+            They, and a mark for the next call. What went is not told: see `snapshot_names`.
+        """
+        with self._tally.quietly("read"), self._index.reading() as sql, self._noticing_nonsense():
+            mark = Mark(*rows.newest(sql))
+            after = since.sequence if since is not None and since.database == mark.database else 0
+            found = rows.snapshots(sql, namespace, after)
+            return [
+                Snapshot(name, n_bytes, np.frombuffer(tokens, "<i4"))
+                for name, n_bytes, tokens in found
+            ], mark
+        return [], since or Mark(b"", 0)
+
+    def snapshot_names(self, namespace: bytes) -> list[bytes]:
+        """Return the names of a namespace's snapshots. Costs a scan of the index."""
         with self._tally.quietly("read"), self._index.reading() as sql:
-            try:
-                return [record for block in blocks for record in rows.find(sql, block, self.tier)]
-            except (ValueError, TypeError) as error:
-                # The database has no checksums: it can be damaged without its noticing.
-                self._index.condemn()
-                raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
+            return rows.snapshot_names(sql, namespace)
         return []
 
     def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:

@@ -1,15 +1,22 @@
-"""Counting and logging what goes wrong below a store, instead of raising it."""
+"""Counting and logging what a cache refuses and what goes wrong below it, not raising it."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 import threading
 
 from llamakeep.errors import BlobRejected, StoreError
-from llamakeep.stores.disk.files import is_full
 
 logger = logging.getLogger("llamakeep")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _is_full(error: BaseException) -> bool:
+    """Return whether the error says that there is no room left."""
+    return isinstance(error, OSError) and error.errno in _FULL
 
 
 class Refused(Exception):
@@ -75,7 +82,7 @@ class Quietly:
         elif isinstance(error, BlobRejected):
             self._tally.report(f"refused_{error.reason}", str(error))
         elif isinstance(error, (OSError, sqlite3.Error, StoreError, MemoryError)):
-            if is_full(error) or (isinstance(error, sqlite3.Error) and "is full" in str(error)):
+            if _is_full(error) or (isinstance(error, sqlite3.Error) and "is full" in str(error)):
                 self._tally.report("refused_disk_full", f"no room is left: {error}")
             else:
                 where = "index" if isinstance(error, sqlite3.Error) else self._doing
