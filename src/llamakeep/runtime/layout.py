@@ -464,3 +464,95 @@ def _check_span(positions: npt.NDArray[np.int32], start: int, end: int, what: st
 def _check_end(data: Buffer, cursor: int) -> None:
     if cursor != data.size:
         raise StateRejected(f"state has {data.size:,} bytes, its parts have {cursor:,}")
+
+
+# -- whole states of a context ---------------------------------------------------------------------
+
+
+def has_window(native: bytes) -> bool | None:
+    """Say whether a whole context's state is of a model whose only rolling part is a window.
+
+    Such a state is complete. But once it is loaded, llama.cpp puts new tokens where rows outside of
+    the window are, and afterwards cuts back to where these are needed without a word.
+
+    Args:
+        native: What `llama_state_get_data` wrote: the architecture's name (u32, text), then the
+            memory's parts as in a sequence's state. Of one sequence.
+
+    Returns:
+        Whether it is; None when the bytes are not understood.
+
+    Costs a pass over the cell tables. Source: llama.cpp `llama_context::state_write_data`,
+    `llama_kv_cache::find_slot`.
+    """
+    data = np.frombuffer(native, np.uint8)
+    try:
+        at = 4 + _u32(data, 0)
+        if _is_recurrent(data, at):
+            return False
+        for end in _kv_ends(data, at):
+            if end == data.size or _is_recurrent(data, end):
+                return False
+            for last in _kv_ends(data, end):
+                if last == data.size or _is_recurrent(data, last):
+                    return last == data.size
+    except StateRejected:
+        pass
+    return None
+
+
+def _cells_of(data: Buffer, at: int) -> tuple[int, int] | None:
+    """Return how many cells a key-value part of one sequence has, and where their table ends."""
+    n_stream, n_cells = _u32(data, at), _u32(data, at + 4)
+    if n_stream != 1:
+        return None
+    for cell in (_CELL, _CELL_EXT):
+        end = at + _EMPTY_KV_BYTES + n_cells * cell.itemsize
+        if end > data.size:
+            continue
+        cells = np.frombuffer(data, cell, n_cells, at + _EMPTY_KV_BYTES)
+        if (cells["n_seq_id"] == 1).all() and (np.diff(np.sort(cells["pos"])) == 1).all():
+            return n_cells, end
+    return None
+
+
+def _kv_ends(data: Buffer, at: int) -> list[int]:
+    """Return where a key-value part may end: after keys and values, or after keys alone."""
+    found = _cells_of(data, at)
+    if found is None:
+        return []
+    n_cells, cursor = found
+    if not n_cells:
+        return [cursor]
+    v_trans, n_layer = _u32(data, cursor), _u32(data, cursor + 4)
+    if v_trans > 1 or n_layer > 4096:
+        return []
+    cursor += 8
+    ends: list[int] = []
+    for transposed in (False, bool(v_trans)):
+        for _ in range(n_layer):
+            if cursor + _ENTRY_BYTES > data.size:
+                return ends
+            entry = _read_entry(data, cursor, transposed)
+            cursor += _ENTRY_BYTES + entry.cell_bytes * n_cells
+            if cursor > data.size:
+                return ends
+        ends.insert(0, cursor)
+    return ends
+
+
+def _is_recurrent(data: Buffer, at: int) -> bool:
+    """Return whether a recurrent part goes from here to the end; its cell names its sequence."""
+    try:
+        n_cells = _u32(data, at)
+        cursor = at + 4 + n_cells * _CELL.itemsize
+        if n_cells > 1 or _u32(data, cursor):
+            return False
+        n_layer, cursor = _u32(data, cursor + 4), cursor + 8
+        for _ in range(2 * n_layer):
+            if cursor >= data.size:
+                break
+            cursor += _ENTRY_BYTES + _read_entry(data, cursor, False).cell_bytes * n_cells
+    except StateRejected:
+        return False
+    return cursor == data.size

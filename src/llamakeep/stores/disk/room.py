@@ -124,7 +124,6 @@ class Room:
                     raise Refused("raced", "the index was made anew while a state was written")
                 self._shelf.publish(ticket, name)
                 rows.insert(sql, name, place, n_bytes, cost, rows.next_time(sql, self._clock()))
-                self._victims.add(sql, name)
             rows.spend(sql, ticket)
 
     def release(self, ticket: str, failed: bytes | None = None) -> None:

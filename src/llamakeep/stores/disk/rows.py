@@ -379,6 +379,14 @@ def evictable(sql: sqlite3.Connection) -> Iterator[Row]:
         yield Row(*values)
 
 
+def written_after(sql: sqlite3.Connection, sequence: int) -> list[Row]:
+    """Return the states that have a place and a higher sequence number."""
+    found = sql.execute(
+        f"SELECT {_COLUMNS} FROM states WHERE sequence > ? AND kind > 0", (sequence,)
+    )
+    return [Row(*values) for values in found]
+
+
 def in_order(sql: sqlite3.Connection) -> list[bytes]:
     """Return the names of all states, what hangs off another behind it. Costs a sort of them."""
     found = sql.execute("SELECT name FROM states ORDER BY coalesce(start, -1), kind, stop")

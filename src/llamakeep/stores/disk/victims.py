@@ -19,7 +19,8 @@ class Victims:
     """Drops states, what the policy ranks first in front, and none that something hangs off.
 
     The order is remembered between calls. It may be old: others use, add and drop states as well.
-    So what comes to the front is looked up again, and now and then all of it (see `is_old`).
+    So what was added since is looked up first, what comes to the front is looked up again, and now
+    and then all of it (see `is_old`).
 
     Every call happens in the transaction of the index's one writer, which is the lock here, too.
 
@@ -36,6 +37,7 @@ class Victims:
         self._drop = drop
         self._look_again = 0
         self._n_popped = 0
+        self._seen = (b"", 0)  # which database, and up to where
 
     @property
     def is_old(self) -> bool:
@@ -51,11 +53,24 @@ class Victims:
         self._n_popped = 0
 
     def add(self, sql: sqlite3.Connection, name: bytes) -> None:
-        """Think of a state that was just written, or that something hung off until now."""
-        if len(self._queue) and len(self._queue) < 64 * self._look_again:
-            row = rows.get(sql, name)
-            if row is not None and row.kind:
+        """Think of a state that something hung off until now."""
+        row = rows.get(sql, name) if self._has_room else None
+        if row is not None and row.kind:
+            self._queue.push(row)
+
+    @property
+    def _has_room(self) -> bool:
+        return 0 < len(self._queue) < 64 * self._look_again
+
+    def _notice(self, sql: sqlite3.Connection) -> None:
+        """Think of what was written since the last time, by whomever."""
+        database, last = rows.newest(sql)
+        if database != self._seen[0]:
+            self._queue.clear()
+        elif self._has_room:
+            for row in rows.written_after(sql, self._seen[1]):
                 self._queue.push(row)
+        self._seen = (database, last)
 
     def evict(self, sql: sqlite3.Connection, n_bytes: int, held: Collection[bytes]) -> list[Row]:
         """Drop states until `n_bytes` are free, or none is left, or enough for one transaction.
@@ -74,6 +89,7 @@ class Victims:
         Raises:
             OSError: When a file cannot be removed, and none was before it: what was is committed.
         """
+        self._notice(sql)
         gone: list[Row] = []
         aside: list[Row] = []
 
