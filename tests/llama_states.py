@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 N_VOCAB = 16
+
+
+def native(mark: int, size: int = 3000) -> bytes:
+    """Return a context's state of `size` bytes as llama.cpp writes it, of recurrent memory."""
+    data_bytes = size - 44
+    head = struct.pack("<I4sIiIiIIiQ", 4, b"stub", 1, 0, 1, 0, 0, 1, 0, data_bytes)
+    return head + bytes([mark]) * data_bytes
 
 
 class LlamaState:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 
 from llamakeep.errors import InvalidValue, TokenError
-from llamakeep.llama_cache import hybrid
+from llamakeep.llama_cache import checkpoint
 from llamakeep.llama_cache.base import BaseLlamaCache
 from llamakeep.llama_cache.hybrid import HybridCheckpoint, HybridCheckpointCache
 from llamakeep.states import Positions
@@ -495,7 +495,7 @@ def test_a_lookup_hashes_each_token_once(context: Context, monkeypatch: pytest.M
             return str(self.inner.hexdigest())
 
     real = hashlib.sha256
-    monkeypatch.setattr(hybrid.hashlib, "sha256", lambda: Sha256(real()))
+    monkeypatch.setattr(checkpoint.hashlib, "sha256", lambda: Sha256(real()))
     assert cache.find_best_checkpoint(TOKENS) is cache.checkpoints[-1]
     assert sum(hashed) == 128 * 4
 

@@ -32,7 +32,14 @@ from llamakeep.llama_cache.packed import VERSION, Packed, unpack
 from llamakeep.llama_cache.snapshots import Plan
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import Files
-from tests.llama_states import LegacyState, LlamaState, fork_state, legacy_state, llama_state
+from tests.llama_states import (
+    LegacyState,
+    LlamaState,
+    fork_state,
+    legacy_state,
+    llama_state,
+    native,
+)
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def cache(where: Path) -> Iterator[LlamaDiskCache]:
 
 
 def state_of(*tokens: int, size: int = 3000) -> LlamaState:
-    return llama_state(list(tokens), bytes([tokens[0]]) * size)
+    return llama_state(list(tokens), native(tokens[0], size))
 
 
 def files_of(where: Path) -> list[Path]:
@@ -64,7 +71,7 @@ def test_it_is_there_after_closing(where: Path) -> None:
     with LlamaDiskCache(where, namespace="test") as cache:
         assert list(cache.cache) == [(200, 3, 4)]
         found = cache[(200, 3, 4, 5)]
-        assert found.llama_state == bytes([200]) * 3000
+        assert found.llama_state == native(200)
         assert found.input_ids.tolist()[:3] == [200, 3, 4]
         assert found.input_ids.shape == (64,)
         assert found.scores.shape == (1, 16)
@@ -99,13 +106,13 @@ def run(code: str, *args: str) -> str:
 ELSEWHERE = """
     import sys
     from llamakeep.llama_cache import LlamaDiskCache
-    from tests.llama_states import llama_state
+    from tests.llama_states import llama_state, native
     where, namespace, *tokens = sys.argv[1:]
     cache = LlamaDiskCache(where, namespace=namespace or None)
     key = [int(token) for token in tokens]
     found = key in cache
     if not found:
-        cache[key] = llama_state(key, bytes([key[0]]) * 3000)
+        cache[key] = llama_state(key, native(key[0]))
     print(found, len(cache))
 """
 
@@ -119,7 +126,7 @@ def test_what_another_process_writes_is_found(cache: LlamaDiskCache, where: Path
     assert [5, 6] not in cache
     assert run(ELSEWHERE, str(where), "test", "5", "6") == "False 1"
     assert [5, 6, 7] in cache
-    assert cache[[5, 6, 7]].llama_state == bytes([5]) * 3000
+    assert cache[[5, 6, 7]].llama_state == native(5)
     assert len(cache) == 1
 
 
@@ -164,7 +171,7 @@ def test_two_threads_of_two_caches(where: Path) -> None:
                         found = cache[[token, 1]]
                     except KeyError:
                         continue
-                    assert found.llama_state == bytes([token]) * 3000
+                    assert found.llama_state == native(token)
                     assert cache.cache_size <= 20_000
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
@@ -381,7 +388,7 @@ def test_fault_46_a_file_that_is_a_link(cache: LlamaDiskCache, where: Path, tmp_
     path.symlink_to(outside)
     with pytest.raises(KeyError):
         cache[[1, 2]]
-    cache[[1, 2]] = state_of(1, 2, size=9)
+    cache[[1, 2]] = state_of(1, 2, size=90)
     assert outside.read_bytes() == before
 
 
@@ -510,13 +517,13 @@ def test_a_key_longer_than_a_header(cache: LlamaDiskCache) -> None:
 
 def test_other_classes_come_back_as_what_is_stored_here(where: Path) -> None:
     with LlamaDiskCache(where, namespace="test") as cache:
-        cache[[1]] = fork_state([1], b"native")
+        cache[[1]] = fork_state([1], native(1))
         found = cache[[1]]
-        assert found.nbytes == fork_state([1], b"native").nbytes
+        assert found.nbytes == fork_state([1], native(1)).nbytes
     with LlamaDiskCache(where, namespace="test") as cache:
         llama = pytest.importorskip("llama_cpp.llama")
         assert type(cache[[1]]) is llama.LlamaState
-        cache[[2]] = legacy_state([2], b"native")
+        cache[[2]] = legacy_state([2], native(2))
         assert type(cache[[1]]) is LegacyState
 
 

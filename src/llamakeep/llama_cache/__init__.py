@@ -4,8 +4,9 @@ import importlib.util
 import logging
 
 from llamakeep.llama_cache.base import LOGGER, BaseLlamaCache
+from llamakeep.llama_cache.checkpoint import HybridCheckpoint
 from llamakeep.llama_cache.disk import LlamaDiskCache
-from llamakeep.llama_cache.hybrid import HybridCheckpoint, HybridCheckpointCache
+from llamakeep.llama_cache.hybrid import HybridCheckpointCache
 from llamakeep.llama_cache.ram import LlamaRAMCache
 from llamakeep.llama_cache.tracking import ContextTracking, track
 from llamakeep.llama_cache.trie import LlamaCache, LlamaTrieCache, TrieNode

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
+
+from llamakeep.tokens import TokensLike
 
 LOGGER = "llamakeep.llama_cache"
 DEFAULT_CAPACITY_BYTES = 2 << 30
@@ -36,17 +37,17 @@ class BaseLlamaCache(ABC):
         return None
 
     @abstractmethod
-    def __getitem__(self, key: Sequence[int]) -> Any:
+    def __getitem__(self, key: TokensLike) -> Any:
         """Return the state that is kept for the longest prefix of `key`."""
         raise NotImplementedError
 
     @abstractmethod
-    def __contains__(self, key: Sequence[int]) -> bool:
+    def __contains__(self, key: TokensLike) -> bool:
         """Return whether there is one."""
         raise NotImplementedError
 
     @abstractmethod
-    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+    def __setitem__(self, key: TokensLike, value: Any) -> None:
         """Keep a state under its tokens."""
         raise NotImplementedError
 

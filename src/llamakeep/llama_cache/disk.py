@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from llamakeep.stores.disk.layout import home
 from llamakeep.stores.disk.store import DiskStore, Mark
 from llamakeep.stores.envelope import MAX_TOKENS
 from llamakeep.tally import Refused
-from llamakeep.tokens import IntArray, as_tokens, snapshot_name
+from llamakeep.tokens import IntArray, TokensLike, as_tokens, snapshot_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -293,16 +293,16 @@ class StoredStates(Mapping[tuple[int, ...], Any]):
     def __contains__(self, key: object) -> bool:
         return self._cache._has(as_tokens(key))  # type: ignore[arg-type]
 
-    def __getitem__(self, key: Sequence[int]) -> Any:
+    def __getitem__(self, key: TokensLike) -> Any:
         found = self._cache._peek(as_tokens(key))
         if found is None:
             raise KeyError(key)
         return found
 
-    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+    def __setitem__(self, key: TokensLike, value: Any) -> None:
         self._cache[key] = value
 
-    def __delitem__(self, key: Sequence[int]) -> None:
+    def __delitem__(self, key: TokensLike) -> None:
         if not self._cache._drop(as_tokens(key)):
             raise KeyError(key)
 

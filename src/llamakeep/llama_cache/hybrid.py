@@ -10,18 +10,17 @@ context all the time, so a checkpoint is good only as long as they are: see
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
 from llamakeep.errors import InvalidValue, StateRejected, whole_number
 from llamakeep.llama_cache.base import LOGGER, BaseLlamaCache, verbose_logger
+from llamakeep.llama_cache.checkpoint import HybridCheckpoint, Saved, prefix_hashes
 from llamakeep.llama_cache.tracking import (
     Affected,
     ContextTracking,
@@ -34,7 +33,7 @@ from llamakeep.llama_cache.tracking import (
 )
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.layout import check_header
-from llamakeep.tokens import IntArray, TokensLike, as_tokens
+from llamakeep.tokens import TokensLike, as_tokens
 
 if TYPE_CHECKING:
     from llamakeep.runtime.llama_cpp import BorrowedMemory
@@ -44,70 +43,9 @@ logger = logging.getLogger(LOGGER)
 PARTIAL_ONLY: Final = 1
 ON_DEVICE: Final = 2
 NO_DICTIONARY: Final = "HybridCheckpointCache: pls use save_checkpoint or restore_checkpoint method"
-_HASH_LETTERS: Final = 32
 _LEAST_INT: Final = -(2**63)
 _CONSTANT_SIZE: Final = (Family.RECURRENT, Family.HYBRID)
 """Families whose checkpoints are of one size, and can be left on the device."""
-
-
-@dataclass
-class HybridCheckpoint:
-    """One checkpoint of a sequence. Made by `HybridCheckpointCache.save_checkpoint`.
-
-    It is good for the cache that made it, as long as that lists it and nobody changed it.
-
-    Attributes:
-        pos: Tokens that were evaluated when it was taken.
-        data: What llama.cpp wrote. In device mode without the tensors, which stay in the context.
-        hash_val: The first 32 hex digits of the SHA-256 of those tokens, or "empty".
-        size: Bytes of `data`.
-        seq_id: The sequence.
-        pos_min: The first position that the sequence held in memory. Positions are not token
-            counts: a picture's differ.
-        pos_max: The last one; None only in checkpoints that were made by hand.
-    """
-
-    pos: int
-    data: bytes
-    hash_val: str
-    size: int
-    seq_id: int
-    pos_min: int = -1
-    pos_max: int | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Saved:
-    """A checkpoint as it was saved, whatever is done to the object that its owner holds.
-
-    `whole_bytes` is the size of the sequence's whole state then: after a restore it must be that
-    again, or rows are missing.
-    """
-
-    checkpoint: HybridCheckpoint
-    pos: int
-    data: bytes
-    hash_val: str
-    size: int
-    seq_id: int
-    pos_min: int
-    pos_max: int
-    whole_bytes: int
-    device_write: int  # 0 in host mode
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its tensors lie in the context's own buffers."""
-        return self.device_write > 0
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the object still says what was saved. Bytes cannot change: the same are equal."""
-        now = self.checkpoint
-        return now.data is self.data and (
-            (now.pos, now.hash_val, now.size, now.seq_id, now.pos_min, now.pos_max)
-            == (self.pos, self.hash_val, self.size, self.seq_id, self.pos_min, self.pos_max)
-        )
 
 
 class HybridCheckpointCache(BaseLlamaCache):
@@ -162,7 +100,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._tracking: ContextTracking | None = None
         self._owner: weakref.ref[Any] | None = None
         self._llama: weakref.ref[Any] | None = None
-        self._records: dict[int, _Saved] = {}
+        self._records: dict[int, Saved] = {}
         self._current_size = 0
         self.checkpoints: list[HybridCheckpoint] = []
         self.on_device = bool(on_device)
@@ -256,7 +194,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         Raises:
             TokenError: For tokens that are none.
         """
-        return _prefix_hashes(as_tokens(tokens), [length])[length]
+        return prefix_hashes(as_tokens(tokens), [length])[length]
 
     def find_best_checkpoint(self, tokens: TokensLike, seq_id: int = 0) -> HybridCheckpoint | None:
         """Return the checkpoint that the longest prefix of `tokens` leads to, or None.
@@ -276,8 +214,8 @@ class HybridCheckpointCache(BaseLlamaCache):
             for saved in self._registered()
             if saved.seq_id == seq_id and saved.pos <= array.size and saved.is_unchanged
         ]
-        hashes = _prefix_hashes(array, (saved.pos for saved in candidates))
-        best: _Saved | None = None
+        hashes = prefix_hashes(array, (saved.pos for saved in candidates))
+        best: Saved | None = None
         for saved in candidates:
             if saved.hash_val == hashes[saved.pos] and (best is None or saved.pos >= best.pos):
                 best = saved
@@ -330,12 +268,12 @@ class HybridCheckpointCache(BaseLlamaCache):
         data = self._read(seq_id)
         if data is None:
             return False
-        hash_val = _prefix_hashes(array, [current_pos])[current_pos]
+        hash_val = prefix_hashes(array, [current_pos])[current_pos]
         checkpoint = HybridCheckpoint(
             current_pos, data, hash_val, len(data), seq_id, held.pos_min, held.pos_max
         )
         self._registered()  # lets go of the records of what was taken out of the list
-        self._records[id(checkpoint)] = _Saved(
+        self._records[id(checkpoint)] = Saved(
             checkpoint,
             *(current_pos, data, hash_val, len(data), seq_id, held.pos_min, held.pos_max),
             whole_bytes=memory.whole_bytes(seq_id),
@@ -427,7 +365,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._say("restore", f"sequence {seq_id} is back at {saved.pos}")
         return True
 
-    def _unfit(self, saved: _Saved, memory: BorrowedMemory) -> str:
+    def _unfit(self, saved: Saved, memory: BorrowedMemory) -> str:
         """Return why a checkpoint must not be handed to llama.cpp as things are, or ""."""
         if not saved.is_unchanged:
             return "somebody changed it"
@@ -447,7 +385,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             fits = size > saved.size
         return "" if fits else f"it has {saved.size:,} bytes, the sequence's would have {size:,}"
 
-    def _put_back(self, saved: _Saved, memory: BorrowedMemory) -> str:
+    def _put_back(self, saved: Saved, memory: BorrowedMemory) -> str:
         """Restore the state and cut off the rest; return what is wrong afterwards, or ""."""
         source = ctypes.cast(ctypes.c_char_p(saved.data), ctypes.POINTER(ctypes.c_uint8))
         seq_id = saved.seq_id
@@ -469,7 +407,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             )
         return ""
 
-    def _give_up(self, saved: _Saved, memory: BorrowedMemory) -> None:
+    def _give_up(self, saved: Saved, memory: BorrowedMemory) -> None:
         """Empty a sequence whose restore failed: with a row missing it would decode nonsense."""
         why = "a restore failed"
         self._tell_all(lambda other: other.seq_id == saved.seq_id, why)
@@ -501,7 +439,7 @@ class HybridCheckpointCache(BaseLlamaCache):
                 self.close()
         return self._memory
 
-    def _registered(self) -> list[_Saved]:
+    def _registered(self) -> list[Saved]:
         """Return what was saved and is still in `checkpoints`, oldest first."""
         listed = [self._records.get(id(checkpoint)) for checkpoint in self.checkpoints]
         saved = [record for record in listed if record is not None]
@@ -509,7 +447,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             self._records = {id(record.checkpoint): record for record in saved}
         return saved
 
-    def _drop(self, gone: Iterable[_Saved], why: str) -> None:
+    def _drop(self, gone: Iterable[Saved], why: str) -> None:
         for saved in gone:
             del self._records[id(saved.checkpoint)]
             self.checkpoints = [cp for cp in self.checkpoints if cp is not saved.checkpoint]
@@ -532,17 +470,3 @@ class HybridCheckpointCache(BaseLlamaCache):
         if self.verbose:
             target, level = verbose_logger(), max(level, logging.INFO)
         target.log(level, "HybridCheckpointCache(%s): %s", method, what)
-
-
-def _prefix_hashes(tokens: IntArray, lengths: Iterable[int]) -> dict[int, str]:
-    """Return the hash of each leading part of `tokens`, in one pass over them."""
-    hashes: dict[int, str] = {}
-    running, done = hashlib.sha256(), 0
-    for length in sorted(set(lengths)):
-        if length <= 0:
-            hashes[length] = "empty"
-            continue
-        running.update(tokens[done:length].data)
-        done = length
-        hashes[length] = running.copy().hexdigest()[:_HASH_LETTERS]
-    return hashes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from llamakeep.errors import whole_number
@@ -20,7 +20,7 @@ from llamakeep.llama_cache.snapshots import Plan, Snapshot
 from llamakeep.radix import RadixIndex
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tally import Refused, Tally
-from llamakeep.tokens import IntArray, Place, as_tokens, snapshot_name, snapshot_place
+from llamakeep.tokens import IntArray, Place, TokensLike, as_tokens, snapshot_name, snapshot_place
 
 
 class Entry(NamedTuple):
@@ -242,7 +242,7 @@ class IndexedCache(BaseLlamaCache):
 
     # -- the dictionary ----------------------------------------------------------------------------
 
-    def __getitem__(self, key: Sequence[int]) -> Any:
+    def __getitem__(self, key: TokensLike) -> Any:
         """Return the state that fits best, whole. It is the caller's own, but for its large bytes.
 
         Raises:
@@ -291,7 +291,7 @@ class IndexedCache(BaseLlamaCache):
                     return True
                 self._forget(entry)
 
-    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+    def __setitem__(self, key: TokensLike, value: Any) -> None:
         """Keep a state in place of the one with this key, unless it is too large.
 
         Raises:
@@ -374,7 +374,7 @@ class IndexedCache(BaseLlamaCache):
             self._forget(entry)
             return True
 
-    def _find(self, key: Sequence[int]) -> Entry | None:
+    def _find(self, key: TokensLike) -> Entry | None:
         """Return the entry of the key that fits best, without using it."""
         tokens = as_tokens(key)
         with self._lock:

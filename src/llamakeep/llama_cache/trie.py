@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from llamakeep.llama_cache.base import DEFAULT_CAPACITY_BYTES
 from llamakeep.llama_cache.indexed import Entry, IndexedCache, MemoryBacking
 from llamakeep.llama_cache.views import KeyView
 from llamakeep.radix import RadixIndex
-from llamakeep.tokens import IntArray, as_tokens
+from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 
 class TrieNode:
@@ -110,7 +110,7 @@ class LlamaTrieCache(IndexedCache):
         return self.cache_size
 
     def _find_longest_prefix_node(
-        self, key: Sequence[int]
+        self, key: TokensLike
     ) -> tuple[TrieNode | None, tuple[int, ...] | None]:
         """Return the node and the key that `self[key]` would be of, without using it."""
         entry = self._find(key)
@@ -118,7 +118,7 @@ class LlamaTrieCache(IndexedCache):
             return None, None
         return _LiveNode(self, entry.tokens), entry.key
 
-    def _prune(self, key: Sequence[int]) -> None:
+    def _prune(self, key: TokensLike) -> None:
         """Drop the state under exactly this key, if it is there."""
         self._drop(as_tokens(key))
 
