@@ -33,15 +33,15 @@ def test_snippets_run_one_after_the_other(
     names: dict[str, Any] = {}
     for snippet in SNIPPETS:
         exec(compile(snippet, "README.md", "exec"), names)
-    first, second, last, share, used, tier = capsys.readouterr().out.strip().splitlines()
+    first, second, last, share, used, tier, counters = capsys.readouterr().out.strip().splitlines()
     assert first == "{'cached_tokens': 0}"
     assert int(re.findall(r"\d+", second)[0]) > 500
     assert last.startswith("Reuse(reused_tokens=")
     assert re.fullmatch(r"\d+% of all prompt tokens were not evaluated", share)
     assert re.fullmatch(r"[\d,]+ of [\d,]+ bytes are in use", used)
     assert tier == "disk"
+    assert counters == "{'misses': 1, 'stored': 2, 'hits': 1}"
     assert (tmp_path / ".cache" / "llamakeep").is_dir()
-    names["keeper"].detach()
     names["llm"].close()
 
 
