@@ -577,7 +577,7 @@ def test_restore_2_put_in_by_hand(context: Context) -> None:
     ],
     ids=lambda change: "-".join(change),
 )
-def test_a_changed_checkpoint_is_refused(
+def test_fault_69_a_changed_checkpoint_is_refused(
     context: Context, on_device: bool, change: dict[str, Any]
 ) -> None:
     cache = HybridCheckpointCache(context.context.ctx, on_device=on_device)
@@ -867,7 +867,7 @@ def test_sequences_do_not_mix(make_context: MakeContext) -> None:
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_FAMILIES)
-def test_device_mode_keeps_the_tensors_in_the_context(make_context: MakeContext, name: str) -> None:
+def test_fault_57_device_mode_keeps_the_tensors_in_the_context(make_context: MakeContext, name: str) -> None:
     context = make_context(name)
     host = HybridCheckpointCache(context.context)
     device = HybridCheckpointCache(context.context, on_device=True)
@@ -981,7 +981,7 @@ for name, (ours, raw) in cases.items():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share a loaded model")
 @pytest.mark.parametrize("name", ON_DEVICE_FAMILIES)
-def test_what_llama_cpp_would_die_of_is_refused(
+def test_fault_69_what_llama_cpp_would_die_of_is_refused(
     tiny_model: Callable[[str], Path], name: str
 ) -> None:
     child = subprocess.run(

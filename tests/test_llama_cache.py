@@ -448,6 +448,51 @@ def test_fault_33_size_follows_the_tokens_used(open_cache: Open) -> None:
     assert cache[tokens].input_ids.shape == (4096,)
 
 
+@pytest.mark.parametrize(
+    ("shape", "n_bytes"),
+    [
+        ("0.3.36", 1000 + 10 * 4),  # the scores are zero, and ids behind the tokens mean nothing
+        ("fork", 1000 + 10 * 4 + 16 * 4 + 16 * 4),  # its own account, nothing left out
+        ("legacy", 1000),
+    ],
+)
+@pytest.mark.parametrize("kind_of", [LlamaRAMCache, LlamaTrieCache])
+def test_what_a_state_counts_for(
+    kind_of: Callable[[], IndexedCache], shape: str, n_bytes: int
+) -> None:
+    cache = kind_of()
+    tokens = list(range(10))
+    cache[tokens] = SHAPES[shape](tokens, bytes(1000))
+    assert cache.cache_size == n_bytes
+    assert cache._current_size == n_bytes  # type: ignore[attr-defined]
+
+
+def test_scores_that_are_not_zero_count() -> None:
+    cache = LlamaRAMCache()
+    state = llama_state(list(range(10)), bytes(1000))
+    state.scores[3, 5] = -0.5
+    cache[range(10)] = state  # type: ignore[index]
+    assert cache.cache_size == 1000 + 10 * 4 + 8 * 16 * 4
+    assert cache[list(range(10))].scores[3, 5] == -0.5
+
+
+def test_fault_35_every_way_in_counts(tmp_path: Path, make: Make) -> None:
+    where = tmp_path / "cache"
+    with (
+        LlamaDiskCache(where, 100 * UNIT, namespace="one") as one,
+        LlamaDiskCache(where, 100 * UNIT, namespace="two") as two,
+    ):
+        one[[1]] = make([1], size=30)
+        one.cache[[2]] = make([2], size=30)
+        two[[1]] = make([1], size=30)
+        assert one.cache_size == two.cache_size > 80 * UNIT
+        two.cache[[3]] = make([3], size=30)
+        assert one.cache_size == two.cache_size <= 100 * UNIT
+        assert keys(one) == [(2,)]
+    with LlamaDiskCache(where, 40 * UNIT, namespace="one") as one:
+        assert one.cache_size <= 40 * UNIT, "what lay there counts, too"
+
+
 def test_fault_35_a_lowered_limit_holds_at_once(open_cache: Open, make: Make) -> None:
     cache = open_cache()
     for token in (1, 2, 3):
