@@ -12,10 +12,10 @@ import numpy.typing as npt
 N_VOCAB = 16
 
 
-def native(mark: int, size: int = 3000) -> bytes:
+def native(mark: int, size: int = 3000, n_tokens: int = 2) -> bytes:
     """Return a context's state of `size` bytes as llama.cpp writes it, of recurrent memory."""
     data_bytes = size - 44
-    head = struct.pack("<I4sIiIiIIiQ", 4, b"stub", 1, 0, 1, 0, 0, 1, 0, data_bytes)
+    head = struct.pack("<I4sIiIiIIiQ", 4, b"stub", 1, n_tokens - 1, 1, 0, 0, 1, 0, data_bytes)
     return head + bytes([mark]) * data_bytes
 
 

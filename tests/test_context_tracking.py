@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import llamakeep
 from llamakeep.errors import InvalidValue
-from llamakeep.llama_cache import tracking
 from llamakeep.llama_cache.hybrid import HybridCheckpointCache
 from llamakeep.llama_cache.tracking import ContextTracking, track
 
@@ -32,7 +32,6 @@ TOKENS = list(range(1, 200))
 class Saved:
     seq_id: int
     pos_max: int
-    on_device: bool = False
 
 
 class Cache:
@@ -103,8 +102,20 @@ class Context:
 class OtherContext(Context):
     """Has the names of another build."""
 
-    def memory_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+    def memory_clear(self, data: bool = True) -> None:
+        self._call("clear")
+
+    def memory_seq_rm(self, seq_id: int, p0: int, p1: int = -1) -> bool:
         return bool(self._call("rm", seq_id, p0, p1))
+
+    def memory_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> None:
+        self._call("cp", seq_id_src, seq_id_dst, p0, p1)
+
+    def memory_seq_keep(self, seq_id: int) -> None:
+        self._call("keep", seq_id)
+
+    def memory_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        self._call("add", seq_id, p0, p1, delta)
 
     def memory_seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         self._call("div", seq_id, p0, p1, d)
@@ -113,9 +124,21 @@ class OtherContext(Context):
         self._call("set")
         return size
 
+    def load_state_file(self, path: str, n_tokens: int) -> int:
+        self._call("load")
+        return n_tokens
+
+    def set_state_seq_data(self, src: bytes, size: int, dest_seq_id: int) -> int:
+        self._call("set", dest_seq_id)
+        return size
+
     def set_state_seq_data_ext(self, src: bytes, size: int, dest_seq_id: int, flags: int) -> int:
         self._call("set", dest_seq_id)
         return size
+
+    def load_state_seq_file(self, path: str, dest_seq_id: int, n_tokens: int) -> int:
+        self._call("load", dest_seq_id)
+        return n_tokens
 
 
 class Model:
@@ -238,10 +261,13 @@ def test_arguments_may_be_named(context: Context) -> None:
     assert cache.saved == [ALL[0], *ALL[2:]]
 
 
-def test_numbers_that_cannot_be_compared_invalidate_all(context: Context) -> None:
+def test_numbers_that_cannot_be_compared_invalidate_all(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = following(context)
     assert context.kv_cache_seq_rm(0, ctypes.c_int(10), -1) is True
     assert cache.saved == []
+    assert "no checkpoint holds after kv_cache_seq_rm" in caplog.text
 
 
 def test_caches_are_told_afterwards(context: Context) -> None:
@@ -252,22 +278,39 @@ def test_caches_are_told_afterwards(context: Context) -> None:
     assert cache.saved == []
 
 
-def test_names_of_other_builds() -> None:
+@pytest.mark.parametrize(
+    ("name", "args", "left"),
+    [
+        ("memory_clear", (), []),
+        ("memory_clear", (False,), []),
+        ("memory_seq_rm", (0, 10), [ALL[0], *ALL[2:]]),
+        ("memory_seq_cp", (0, 1, 0, -1), ALL[:2]),
+        ("memory_seq_keep", (1,), ALL[2:]),
+        ("memory_seq_add", (0, 10, -1, 5), [ALL[0], *ALL[2:]]),
+        ("memory_seq_div", (1, 12, -1, 2), ALL[:2]),
+        ("memory_seq_div", (1, 12, -1, -2), ALL[:2]),
+        ("memory_seq_div", (1, 20, -1, 2), ALL[:3]),
+        ("memory_seq_div", (0, 12, -1, 1), ALL),
+        ("set_state_data", (b"", 0), []),
+        ("load_state_file", ("path", 0), []),
+        ("set_state_seq_data", (b"", 0, 1), ALL[:2]),
+        ("set_state_seq_data_ext", (b"", 0, 1, 0), ALL[:2]),
+        ("load_state_seq_file", ("path", 1, 0), ALL[:2]),
+    ],
+    ids=str,
+)
+def test_names_of_other_builds(name: str, args: tuple[Any, ...], left: list[Saved]) -> None:
     context = OtherContext()
     context.answer = True
     cache = following(context)
-    assert context.memory_seq_rm(0, 10, -1)
-    assert cache.saved == [ALL[0], *ALL[2:]]
-    context.memory_seq_div(1, 12, -1, 2)
-    assert cache.saved == ALL[:1]
-    cache.saved = list(ALL)
-    context.memory_seq_div(0, 12, -1, 1)
-    assert cache.saved == ALL
-    assert context.set_state_seq_data_ext(b"", 0, 1, 0) == 0
-    assert cache.saved == ALL[:2]
-    context.set_state_data(b"", 0)
-    assert cache.saved == []
-    assert not hasattr(context, "memory_clear")  # nothing is made up
+    getattr(context, name)(*args)
+    assert len(context.calls) == 1
+    assert cache.saved == left
+
+
+def test_no_names_are_made_up(context: Context) -> None:
+    track(context)
+    assert not hasattr(context, "memory_clear")
 
 
 def test_who_makes_raw_calls_says_so(context: Context) -> None:
@@ -372,7 +415,6 @@ def test_closing_closes_the_caches_first(context: Context) -> None:
     assert len(seen) == 1
     assert seen[0] is not None  # not freed yet
     assert context.ctx is None
-    assert tell.is_closed
     assert tell.caches == ()
     context.close()
     assert context.calls == [("free",)]
@@ -428,13 +470,17 @@ def test_addresses_are_forgotten(context: Context) -> None:
     address = context.ctx
     assert address is not None
     tell = track(context)
-    assert tracking.tracking_of(address) is tell
-    number = tracking.write_device_slot(address, 0)
-    assert tracking.device_slot(address, 0) == number
-    assert tracking.device_slot(address, 1) == 0
+    assert ContextTracking.of(address) is ContextTracking.of(ctypes.c_void_p(address)) is tell
+    tell.device_writes[0] = object()
     context.close()
-    assert tracking.tracking_of(address) is None
-    assert tracking.device_slot(address, 0) == 0
+    assert tell.device_writes == {}
+    assert ContextTracking.of(address) is not tell
+
+
+def test_who_does_not_follow_knows_it_from_before(context: Context) -> None:
+    known = ContextTracking.of(context.ctx)
+    assert known.caches == ()
+    assert track(context) is known
 
 
 def test_neither_keeps_the_other_alive() -> None:
@@ -461,13 +507,13 @@ def test_an_untied_context_goes_at_once() -> None:
             self.ctx = 77
 
     context = Plain()
-    track(context)
+    tell = weakref.ref(track(context))
     gone = weakref.ref(context)
     gc.disable()
     try:
         del context
         assert gone() is None
-        assert tracking.tracking_of(77) is None
+        assert tell() is None
     finally:
         gc.enable()
 
@@ -671,15 +717,24 @@ def test_a_tracked_llama_goes_as_soon_as_an_untracked_one(
 
 
 def test_tracking_and_a_keeper_get_along(llm: Llama) -> None:
-    import llamakeep
-
-    track(llm)
-    keeper = llamakeep.attach(llm)
+    before = HybridCheckpointCache(llm)
+    saved(before, llm, 16)
+    context, seen = llm._ctx, []
+    before.close = lambda: seen.append(context.ctx) or HybridCheckpointCache.close(before)
+    keeper = llamakeep.attach(llm)  # gives it a new context
     try:
+        assert len(seen) == 1
+        assert seen[0] is not None  # not freed yet
+        assert (context.ctx, before._ctx, before.checkpoints) == (None, None, [])
+        assert before.save_checkpoint(0, []) is False
+        for kept in (llm, llm._ctx):
+            with pytest.raises(InvalidValue, match="a keeper is attached"):
+                HybridCheckpointCache(kept)
+        track(llm)
         warm = llm.create_completion("one two three", max_tokens=4, temperature=0.0)
+        assert warm["choices"]
     finally:
         keeper.detach()
-    assert warm["choices"]
     cache = HybridCheckpointCache(llm)
     llm.reset()
     saved(cache, llm, 16)
@@ -691,16 +746,3 @@ def test_nothing_imports_llama_cpp_before_it_is_used() -> None:
     program = "import sys; sys.modules['llama_cpp'] = None; "
     program += "import llamakeep.llama_cache.hybrid, llamakeep.llama_cache.tracking"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def test_subclasses_of_both_worlds() -> None:
-    pytest.importorskip("llama_cpp")
-    from llama_cpp.llama_cache import BaseLlamaCache
-
-    from llamakeep.runtime.llama_cpp import register_cache
-
-    class Mine:
-        pass
-
-    register_cache(Mine)
-    assert issubclass(Mine, BaseLlamaCache)

@@ -6,7 +6,6 @@ import array
 import ctypes
 import dataclasses
 import hashlib
-import inspect
 import logging
 import os
 import subprocess
@@ -134,46 +133,6 @@ def bare() -> HybridCheckpointCache:
 # -- the interface -------------------------------------------------------------------------------
 
 
-def test_fields_of_a_checkpoint() -> None:
-    fields = [(f.name, f.default) for f in dataclasses.fields(HybridCheckpoint)]
-    none = dataclasses.MISSING
-    assert fields == [
-        ("pos", none),
-        ("data", none),
-        ("hash_val", none),
-        ("size", none),
-        ("seq_id", none),
-        ("pos_min", -1),
-        ("pos_max", None),
-    ]
-    made = HybridCheckpoint(4, b"ab", "empty", 2, 0)
-    assert made == HybridCheckpoint(4, b"ab", "empty", 2, 0)
-    made.pos = 5  # a plain one
-
-
-def test_signatures() -> None:
-    def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-        listed = inspect.signature(function).parameters.values()
-        return [(p.name, p.default) for p in listed if p.name != "self"]
-
-    none = inspect.Parameter.empty
-    assert parameters(HybridCheckpointCache) == [
-        ("ctx", none),
-        ("max_checkpoints", 16),
-        ("on_device", False),
-        ("verbose", False),
-    ]
-    cache = HybridCheckpointCache
-    assert parameters(cache._hash_prefix) == [("tokens", none), ("length", none)]
-    assert parameters(cache.find_best_checkpoint) == [("tokens", none), ("seq_id", 0)]
-    assert parameters(cache.restore_checkpoint) == [("cp", none), ("seq_id", 0)]
-    assert parameters(cache.save_checkpoint) == [
-        ("current_pos", none),
-        ("tokens", none),
-        ("seq_id", 0),
-    ]
-
-
 @pytest.mark.parametrize(("on_device", "flags"), [(False, 1), (True, 3)])
 def test_attributes(context: Context, on_device: bool, flags: int) -> None:
     import llama_cpp
@@ -282,7 +241,7 @@ def test_save_1_disabled_extracts_nothing(context: Context, limit: int) -> None:
     assert cache.checkpoints == []
 
 
-def test_save_2_device_mode_ends_older_ones_of_the_sequence(make_context: MakeContext) -> None:
+def test_fault_57_save_2_device_mode_ends_older_ones(make_context: MakeContext) -> None:
     context = make_context(n_seqs=2)
     first = HybridCheckpointCache(context.context, on_device=True)
     second = HybridCheckpointCache(context.context, on_device=True)
@@ -390,7 +349,6 @@ def test_save_11_the_oldest_go_first(context: Context) -> None:
 def test_eviction_by_itself() -> None:
     cache = bare()
     cache._records, cache.verbose, cache.max_checkpoints = {}, False, 1
-    cache._ctx = cache._tracking = None
     cache.checkpoints = [HybridCheckpoint(n, b"", "", 10, 0) for n in range(3)]
     cache._current_size = 15
     cache._evict_checkpoints_if_needed()
@@ -597,6 +555,25 @@ def test_equal_bytes_are_not_the_same_bytes(context: Context) -> None:
     (cp,) = saved_at(cache, context, 16)
     cp.data = bytes(bytearray(cp.data))
     assert refused(cache, context, cp)
+
+
+@pytest.mark.parametrize("at", [0, 4], ids=["magic", "sequence"])
+def test_fault_69_what_llama_cpp_wrote_in_another_form_is_refused(
+    context: Context, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = HybridCheckpointCache(context.context.ctx)
+    native = cache._get_data_ext
+
+    def read(ctx: Any, buffer: Any, *rest: Any) -> int:
+        written = native(ctx, buffer, *rest)
+        buffer[at] ^= 1
+        return int(written)
+
+    cache._get_data_ext = read
+    (cp,) = saved_at(cache, context, 16)
+    with caplog.at_level(logging.DEBUG, "llamakeep"):
+        assert refused(cache, context, cp)
+    assert "state begins with" in caplog.text or "state is of sequence 1" in caplog.text
 
 
 def test_restore_3_and_4_another_size(context: Context) -> None:
@@ -867,7 +844,7 @@ def test_sequences_do_not_mix(make_context: MakeContext) -> None:
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_FAMILIES)
-def test_fault_57_device_mode_keeps_the_tensors_in_the_context(make_context: MakeContext, name: str) -> None:
+def test_device_mode_keeps_the_tensors_in_the_context(make_context: MakeContext, name: str) -> None:
     context = make_context(name)
     host = HybridCheckpointCache(context.context)
     device = HybridCheckpointCache(context.context, on_device=True)
@@ -1043,6 +1020,27 @@ def test_a_finalizer_survives_a_failed_constructor(wrong: dict[str, Any]) -> Non
     bare().__del__()
 
 
+def test_a_finalizer_is_quiet_when_python_ends(tiny_model: Callable[[str], Path]) -> None:
+    # What another module holds may outlive the modules that `close` needs.
+    program = """
+import sys, threading
+from llama_cpp import Llama
+from llamakeep.llama_cache.hybrid import HybridCheckpointCache
+llm = Llama(sys.argv[1], n_ctx=128, n_threads=1, verbose=False)
+llm.eval([1, 2, 3])
+threading.kept = HybridCheckpointCache(llm._ctx.ctx, verbose=True)
+assert threading.kept.save_checkpoint(3, [1, 2, 3])
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", program, str(tiny_model("hybrid"))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "took a checkpoint at 3" in child.stderr.splitlines()[-1], child.stderr
+
+
 def test_verbose_says_so_on_standard_error(tiny_model: Callable[[str], Path]) -> None:
     program = """
 import sys
@@ -1094,3 +1092,40 @@ def test_a_save_makes_one_copy_and_a_restore_none(make_context: MakeContext) -> 
         tracemalloc.stop()
     cache.clear()
     assert cache.cache_size == 0
+
+
+def test_a_llama_says_where_it_is(tiny_llama: Callable[..., Any]) -> None:
+    llm = tiny_llama("hybrid", n_ctx=256)
+    cache = HybridCheckpointCache(llm)
+    llm.eval(TOKENS[:20])
+    for wrong in (19, 21, 10**9):
+        with pytest.raises(InvalidValue, match=f"current_pos is {wrong}, .* 20 tokens"):
+            cache.save_checkpoint(wrong, TOKENS)
+    assert cache.save_checkpoint(20, TOKENS)
+
+
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_a_window_is_not_cut_where_rows_are_gone(
+    tiny_llama: Callable[..., Any], swa_full: bool
+) -> None:
+    """After a restore, new tokens take the cells of rows outside of the window."""
+    llm = tiny_llama("swa", n_ctx=512, swa_full=swa_full)
+    plain = tiny_llama("swa", n_ctx=512, swa_full=swa_full)
+    cache = HybridCheckpointCache(llm)
+    llm.eval(TOKENS[:150])
+    assert cache.save_checkpoint(150, TOKENS)
+    llm.eval(OTHER[:20])
+    (checkpoint,) = cache.checkpoints
+    assert cache.restore_checkpoint(checkpoint)
+    llm.n_tokens = checkpoint.pos
+    llm.eval(OTHER[20:120])
+    for cut in (70, 100, 140):
+        prompt = [*TOKENS[:cut], *OTHER[200:205]]
+        texts = []
+        for each in (llm, plain):
+            if each is plain:
+                each.reset()
+                each._ctx.kv_cache_clear()
+            each.create_completion(prompt, max_tokens=4, temperature=0.0)
+            texts.append(each._input_ids.tolist())
+        assert texts[0] == texts[1]

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +26,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from llamakeep.errors import InvalidValue, TokenError
+from llamakeep.errors import IntegrityError, InvalidValue, TokenError
 from llamakeep.llama_cache import LlamaDiskCache, LlamaRAMCache, LlamaTrieCache
 from llamakeep.llama_cache.indexed import IndexedCache, MemoryBacking
+from llamakeep.llama_cache.packed import Packed
+from llamakeep.llama_cache.snapshots import Plan
 from tests.llama_states import SHAPES, ForkLlama, LegacyState, llama_state
 
 UNIT = 1000
@@ -330,7 +338,7 @@ def test_a_refusal_is_logged(
     cache = open_cache()
     with caplog.at_level(logging.WARNING, "llamakeep"):
         cache[[4]] = make([4], size=101)
-    assert "never fits into 100,000" in caplog.text
+    assert "never fit into 100,000" in caplog.text
 
 
 def test_a_refused_replacement_leaves_the_old_state(open_cache: Open, make: Make) -> None:
@@ -384,12 +392,14 @@ def test_fault_28_room_is_made_before(open_cache: Open, make: Make) -> None:
     store: Any = backing._store if isinstance(backing, MemoryBacking) else backing.store  # type: ignore[attr-defined]
     put = store.put
 
-    def watch(name: bytes, n_bytes: int, produce: Callable[[], Any], *place: Any) -> bool:
+    def watch(
+        name: bytes, n_bytes: int, produce: Callable[[], Any], *place: Any, **how: Any
+    ) -> bool:
         def noting() -> Any:
             seen.append(cache.cache_size)
             return produce()
 
-        return bool(put(name, n_bytes, noting, *place))
+        return bool(put(name, n_bytes, noting, *place, **how))
 
     store.put = watch
     cache[[4]] = make([4], size=60)
@@ -570,15 +580,26 @@ def test_nothing_is_printed_otherwise(
     assert capsys.readouterr() == ("", "")
 
 
-def test_fault_59_many_threads(open_cache: Open, make: Make) -> None:
+def test_fault_59_many_threads(
+    open_cache: Open, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's turn comes everywhere, also between making room and filling it."""
     cache = open_cache(40 * UNIT)
     failures: list[BaseException] = []
+    plan_snapshot = Plan.snapshot
+
+    def slowly(plan: Plan) -> Any:
+        time.sleep(0.001)
+        return plan_snapshot(plan)
+
+    monkeypatch.setattr(Plan, "snapshot", slowly)
 
     def work(number: int) -> None:
         try:
             for turn in range(20):
                 token = (number + turn) % 5
                 cache[[token, 1]] = make([token, 1], size=9, mark=token + 1)
+                list(cache._entries())
                 try:
                     found = cache[[token, 1, 2]]
                 except KeyError:
@@ -587,13 +608,131 @@ def test_fault_59_many_threads(open_cache: Open, make: Make) -> None:
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
+    assert cache.counters.get("refused_no_room", 0) == 0
+    assert cache.counters["stored"] == 80
+
+
+def test_a_fork_while_another_thread_is_in_the_cache(kind: str, tmp_path: Path) -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    code = f"""
+        import os, sys, threading, time
+        from llamakeep.llama_cache import LlamaDiskCache, LlamaRAMCache, LlamaTrieCache
+        from llamakeep.llama_cache.snapshots import Plan
+        from tests.llama_states import llama_state, native
+        make = {{
+            "ram": LlamaRAMCache, "trie": LlamaTrieCache,
+            "disk": lambda: LlamaDiskCache(sys.argv[1], namespace="test"),
+        }}
+        cache = make[{kind!r}]()
+        snapshot = Plan.snapshot
+
+        def slowly(plan):
+            time.sleep(0.005)
+            return snapshot(plan)
+
+        Plan.snapshot = slowly
+        cache[[1, 2]] = llama_state([1, 2], native(1))
+        done = False
+
+        def work():
+            while not done:
+                cache[[3, 4]] = llama_state([3, 4], native(3))
+                time.sleep(0.002)  # locks are not fair
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in range(5):
+            child = os.fork()
+            if not child:
+                threading.Timer(20, os._exit, [9]).start()
+                cache[[5, 6]] = llama_state([5, 6], native(5))
+                os._exit(0 if [1, 2] in cache and cache[[5, 6]].n_tokens == 2 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        done = True
+        thread.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_copied_is_refused(open_cache: Open, make: Make) -> None:
+    cache = open_cache()
+    for token in (1, 2, 3):
+        cache[[token]] = make([token], size=30)
+    for key in ([1], [4]):
+        state = LegacyState(b"x" * 80 * UNIT)
+        state.lock = threading.Lock()  # type: ignore[attr-defined]
+        cache[key] = state
+    assert keys(cache) == [(1,), (2,), (3,)]
+    assert cache.counters["refused_uncopyable"] == 2
+
+
+def test_no_memory_for_a_copy(
+    open_cache: Open, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    cache[[1]] = make([1], mark=1)
+
+    def fail(plan: Plan) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Plan, "snapshot", fail)
+    cache[[2]] = make([2])
+    cache[[1]] = make([1], mark=2)
+    assert [2] not in cache
+    assert sum(n for kind, n in cache.counters.items() if kind.startswith("refused_")) == 2
+    cache.check()
+    assert len(cache) == len(keys(cache))
+
+
+@pytest.mark.parametrize("what", ["order", "surplus", "index", "key", "count"])
+def test_a_check_that_fails(make: Make, what: str) -> None:
+    cache = LlamaRAMCache()
+    for token in (1, 2):
+        cache[[token]] = make([token])
+    cache.check()
+    backing: Any = cache._backing
+    entry = next(iter(backing._order.values()))
+    if what == "order":
+        del backing._order[entry.name]
+    elif what == "surplus":
+        backing._order[b"x" * 32] = entry
+    elif what == "index":
+        cache._index().remove(entry.tokens)
+    elif what == "key":
+        cache._index().insert([7], entry._replace(name=b"x" * 32))
+    else:
+        backing._store._budget.release(1)
+    with pytest.raises(IntegrityError):
+        cache.check()
+
+
+def test_verbose_without_a_standard_error(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    cache = LlamaRAMCache(verbose=True)
+    cache[[1]] = make([1])
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cache[[1, 2]] is not None
+    with pytest.raises(KeyError):
+        cache[[2]]
 
 
 def test_another_namespace_is_another_cache(open_cache: Open, make: Make) -> None:
@@ -610,8 +749,9 @@ def test_another_namespace_is_another_cache(open_cache: Open, make: Make) -> Non
     assert mark_of(cache[[1, 2]]) == 1
     assert cache.cache_size == size, "what others keep counts too"
     cache.clear()
+    assert cache.cache_size == 0
     cache.set_namespace("two")
-    assert mark_of(cache[[1, 2]]) == 2
+    assert [1, 2] not in cache
 
 
 @pytest.mark.parametrize("namespace", ["", b"", 7, object()])
@@ -663,7 +803,7 @@ class Machine(RuleBasedStateMachine):
         if self.no_empty_key and not key:
             assert self.cache.cache_size == before
             return
-        counted = self.counted(size, key, before)
+        counted = self.counted(mark, size)
         if counted > 10_000:
             return
         self.model = [each for each in self.model if each[0] != key]
@@ -671,7 +811,7 @@ class Machine(RuleBasedStateMachine):
             self.model.pop(0)
         self.model.append((key, mark if size else -1, counted))
 
-    def counted(self, size: int, key: tuple[int, ...], before: int) -> int:
+    def counted(self, mark: int, size: int) -> int:
         return size
 
     @rule(query=TOKENS)
@@ -707,7 +847,31 @@ class TrieMachine(Machine):
         return LlamaTrieCache(10_000)
 
 
+class DiskMachine(Machine):
+    no_empty_key = True
+
+    def open(self) -> IndexedCache:
+        self.directory = tempfile.TemporaryDirectory()
+        return LlamaDiskCache(self.directory.name, 10_000, namespace="test")
+
+    def counted(self, mark: int, size: int) -> int:
+        return Packed(Plan.of(LegacyState(bytes([mark]) * size)).snapshot()).n_bytes
+
+    @rule()
+    def close_and_open(self) -> None:
+        assert isinstance(self.cache, LlamaDiskCache)
+        self.cache.close()
+        self.cache = LlamaDiskCache(self.directory.name, 10_000, namespace="test")
+
+    def teardown(self) -> None:
+        assert isinstance(self.cache, LlamaDiskCache)
+        self.cache.close()
+        self.directory.cleanup()
+
+
 TestRamAgainstModel = Machine.TestCase
+TestDiskAgainstModel = DiskMachine.TestCase
+TestDiskAgainstModel.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 TestTrieAgainstModel = TrieMachine.TestCase
 for _case in (TestRamAgainstModel, TestTrieAgainstModel):
     _case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

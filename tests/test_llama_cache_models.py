@@ -13,6 +13,9 @@ import pytest
 from llamakeep.errors import InvalidValue, ModelError
 from llamakeep.llama_cache import LlamaDiskCache, LlamaRAMCache, LlamaTrieCache
 from llamakeep.llama_cache.indexed import IndexedCache
+from llamakeep.llama_cache.packed import Packed
+from llamakeep.llama_cache.snapshots import Plan
+from llamakeep.runtime.layout import read_context
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -187,11 +190,46 @@ def test_scores_that_were_left_out_do_not_serve_who_needs_them(
     llm.eval(tokens)
     cache[tokens] = llm.save_state()
     cache.set_namespace(tiny_llama("attention", n_ctx=256, logits_all=True))
+    assert tokens not in cache
     with pytest.raises(KeyError):
         cache[tokens]
-    assert cache.counters["rejected_unfit"] == 1
     cache.set_namespace(llm)
     assert cache[tokens].n_tokens == 40
+
+
+def test_what_is_too_long_does_not_hide_what_fits(
+    tiny_llama: LoadLlama, cache: IndexedCache
+) -> None:
+    small, large = tiny_llama("attention", n_ctx=256), tiny_llama("attention", n_ctx=1024)
+    tokens = prompt_of(600, seed=27)
+    for llm, n_tokens in ((small, 100), (large, 500)):
+        cache.set_namespace(llm)
+        llm.eval(tokens[:n_tokens])
+        cache[tokens[:n_tokens]] = llm.save_state()
+    assert cache[tokens[:600]].n_tokens == 500
+    cache.set_namespace(small)
+    assert cache[tokens[:200]].n_tokens == 100
+    assert len(cache) == 1
+
+
+def test_ids_that_were_left_out_can_be_asked_for(
+    tiny_llama: LoadLlama, cache: IndexedCache
+) -> None:
+    """As chat handlers do, which step over the places of a picture."""
+    llm = tiny_llama("attention", n_ctx=256)
+    cache.set_namespace(llm)
+    llm.set_cache(cache)
+    prompt = prompt_of(30, seed=28)
+    answer(llm, prompt)
+    forget(llm)
+    answer(llm, [*cache._entries()[-1].key, 7, 8])
+    assert cache.counters["hits"] == 1
+    llm.n_tokens += 60
+    seen = llm.input_ids[: llm.n_tokens].tolist()
+    with pytest.raises(KeyError):
+        cache[seen[-60:]]
+    cache[seen] = llm.save_state()
+    assert seen in cache
 
 
 def test_scores_of_no_use_are_not_kept_if_that_is_known(
@@ -238,9 +276,9 @@ def test_fault_42_contexts_of_other_sizes(
         llm.set_cache(None)
     llm = tiny_llama(family, n_ctx=256)
     cache.set_namespace(llm)
+    assert long not in cache
     with pytest.raises(KeyError):
         cache[long]
-    assert cache.counters["rejected_unfit"] == 1
     llm.set_cache(cache)
     prompt = [*long[:100], *prompt_of(5, seed=15)]
     plain = tiny_llama(family, n_ctx=256)
@@ -454,18 +492,109 @@ def test_a_window_is_not_cut_where_rows_are_gone(tiny_llama: LoadLlama, tmp_path
 
 
 @pytest.mark.parametrize("options", [{}, {"flash_attn": True}, {"swa_full": False}])
-def test_what_a_state_says_of_its_windows(
+def test_what_a_state_says_of_its_cells(
     tiny_llama: LoadLlama, family: str, options: dict[str, Any]
 ) -> None:
-    from llamakeep.runtime.layout import has_window
-
     llm = tiny_llama(family, n_ctx=512, **options)
     for n_tokens in (1, 2, 64, 200):
         forget(llm)
         llm.eval(prompt_of(n_tokens, seed=26))
         native = llm.save_state().llama_state
-        assert has_window(native) == (family == "swa")
-        assert has_window(native[:-1]) is None
-        assert has_window(native + b"x") is None
-    assert has_window(b"") is None
-    assert has_window(b"\xff" * 40) is None
+        state = read_context(native)
+        assert state is not None
+        assert (state.rows is not None) == (family != "recurrent")
+        assert (state.window is not None) == ("swa" in family)
+        assert (state.recurrent is not None) == (family in ("recurrent", "hybrid", "hybrid-swa"))
+        assert state.problem(n_tokens) == ""
+        assert (state.problem(n_tokens - 1) == "") == (family == "attention")
+        assert state.problem(n_tokens + 1) != ""
+        assert read_context(native[:-1]) is None
+        assert read_context(native + b"x") is None
+    assert read_context(b"") is None
+    assert read_context(b"\xff" * 40) is None
+
+
+def flipped_cell(native: bytes) -> bytes:
+    """Return a state in which one bit of a cell's position differs."""
+    at = 4 + int.from_bytes(native[:4], "little")
+    is_recurrent = native[4:at] == b"mamba"
+    where = at + 4 if is_recurrent else at + 8 + 12
+    return native[:where] + bytes([native[where] ^ 64]) + native[where + 1 :]
+
+
+def test_fault_69_a_forged_state_on_disk(
+    tiny_llama: LoadLlama, family: str, tmp_path: Path
+) -> None:
+    """Whoever can write into the directory can seal what he likes; no secret is asked for."""
+    llm = tiny_llama(family, n_ctx=256)
+    plain = tiny_llama(family, n_ctx=256)
+    prompt = prompt_of(60, seed=29)
+    with LlamaDiskCache(tmp_path / "cache", namespace=llm) as cache:
+        llm.set_cache(cache)
+        answer(llm, prompt)
+        key = cache._entries()[-1].key
+        state = cache.cache[key]
+        state.llama_state = flipped_cell(state.llama_state)
+        entry = cache._index().get(key)
+        assert entry is not None
+        packed = Packed(Plan.of(state).snapshot())
+        store = cache._backing.store
+        assert store.put(entry.name, packed.n_bytes, packed.bytes, entry.place, replace=True)
+        forget(llm)
+        longer = [*key, *prompt_of(5, seed=30)]
+        assert answer(llm, longer) == answer_of(plain, longer)
+        rejected = [kind for kind in cache.counters if kind.startswith("rejected_")]
+        assert rejected in (["rejected_inconsistent"], ["rejected_unknown_form"])
+        assert "hits" not in cache.counters
+
+
+def test_a_state_with_more_rows_than_tokens_is_not_kept(
+    tiny_llama: LoadLlama, family: str, cache: IndexedCache
+) -> None:
+    """Recurrent memory cannot give up the tokens of a draft that nobody accepted."""
+    llm = tiny_llama(family, n_ctx=256)
+    cache.set_namespace(llm)
+    llm.eval(prompt_of(40, seed=31))
+    llm.n_tokens -= 3
+    key = llm._input_ids.tolist()
+    cache[key] = llm.save_state()
+    if family == "attention":  # where they are simply cut off
+        llm.set_cache(cache)
+        forget(llm)
+        prompt = [*key, *prompt_of(5, seed=32)]
+        assert answer(llm, prompt) == answer_of(tiny_llama(family, n_ctx=256), prompt)
+        assert cache.counters["hits"] == 1
+        return
+    assert len(cache) == 0
+    assert cache.counters["refused_inconsistent"] == 1
+
+
+def test_a_state_that_fills_its_context(tiny_llama: LoadLlama, cache: IndexedCache) -> None:
+    small, large = tiny_llama("attention", n_ctx=256), tiny_llama("attention", n_ctx=512)
+    prompt = prompt_of(256, seed=32)
+    cache.set_namespace(small)
+    small.eval(prompt)
+    cache[prompt] = small.save_state()
+    cache.set_namespace(large)
+    assert cache[prompt].input_ids.shape == (512,)
+    large.set_cache(cache)
+    longer = [*prompt, *prompt_of(20, seed=33)]
+    assert answer(large, longer) == answer_of(tiny_llama("attention", n_ctx=512), longer)
+
+
+def test_the_guard_outlives_a_keeper(tiny_llama: LoadLlama) -> None:
+    import llamakeep
+
+    cache = LlamaTrieCache()
+    llm = tiny_llama("swa", n_ctx=512)
+    plain = tiny_llama("swa", n_ctx=512)
+    cache.set_namespace(llm)
+    llamakeep.attach(llm).detach()
+    llm.set_cache(cache)
+    start = prompt_of(150, seed=24)
+    answer(llm, start)
+    forget(llm)
+    key = cache._entries()[-1].key if len(cache) else tuple(start)
+    answer(llm, [*key, *prompt_of(80, seed=25)])
+    for cut in (70, 100, 140):
+        assert answer(llm, start[:cut]) == answer_of(plain, start[:cut])

@@ -650,6 +650,12 @@ def _close(keeper: weakref.ref[Keeper]) -> None:
         alive._closed()
 
 
+def has_keeper(context: Any) -> bool:
+    """Whether a keeper is attached to the `Llama` that a `LlamaContext` is of."""
+    hook = getattr(context, _HOOKED_IN_CONTEXT[0], None)
+    return isinstance(getattr(hook, "__self__", None), Keeper)
+
+
 def _adapter_pairs(adapters: object) -> list[tuple[str | Path, float]]:
     """Return adapters as pairs of path and scale.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sqlite3
 import threading
+import weakref
 
 from llamakeep.errors import BlobRejected, StoreError
 
@@ -44,6 +46,7 @@ class Tally:
         self.counters: dict[str, int] = {}
         self._who = who
         self._lock = threading.Lock()
+        _TALLIES.add(self)
 
     def count(self, kind: str, n: int = 1) -> int:
         """Count events, and return how many there were in all."""
@@ -90,3 +93,15 @@ class Quietly:
         else:
             return False
         return True
+
+
+_TALLIES: weakref.WeakSet[Tally] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for tally in list(_TALLIES):
+        tally._lock = threading.Lock()  # the thread that held it may not be here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

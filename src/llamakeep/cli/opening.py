@@ -12,7 +12,7 @@ from platformdirs import user_cache_path
 from llamakeep.errors import IndexDamaged, InvalidValue, StoreError
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.disk.files import Files
-from llamakeep.stores.disk.layout import FORMAT_FILE
+from llamakeep.stores.disk.layout import FORMAT_FILE, OWN
 from llamakeep.tiers import TierSettings
 
 
@@ -37,7 +37,13 @@ def cache_path(given: str | None) -> Path:
         return user_cache_path("llamakeep", appauthor=False)
     if not given.strip():
         raise InvalidValue("--cache-dir is empty")
-    return Path(os.path.abspath(Path(given).expanduser()))
+    return home(Path(os.path.abspath(Path(given).expanduser())))
+
+
+def home(path: Path) -> Path:
+    """Return the cache that lies in a directory of other things, if there is one, else `path`."""
+    own = path / OWN
+    return own if (own / FORMAT_FILE).exists() and not (path / FORMAT_FILE).exists() else path
 
 
 def is_cache(path: Path) -> bool:

@@ -52,11 +52,20 @@ class BaseLlamaCache(ABC):
         raise NotImplementedError
 
 
-class _StderrHandler(logging.Handler):
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to whatever is standard error when something is said."""
 
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """Standard error as it is now; None where there is none, as under pythonw."""
+        return sys.stderr
+
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        if self.stream is not None:
+            super().emit(record)
 
 
 def verbose_logger() -> logging.Logger:

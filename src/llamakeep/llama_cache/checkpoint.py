@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from llamakeep.tokens import IntArray
 
@@ -40,36 +40,31 @@ class HybridCheckpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A checkpoint as it was saved, whatever is done to the object that its owner holds.
+    """A checkpoint that a cache saved, and what it was then, whatever its owner does to it.
 
     `whole_bytes` is the size of the sequence's whole state then: after a restore it must be that
     again, or rows are missing.
     """
 
     checkpoint: HybridCheckpoint
-    pos: int
-    data: bytes
-    hash_val: str
-    size: int
-    seq_id: int
-    pos_min: int
-    pos_max: int
+    copy: HybridCheckpoint
     whole_bytes: int
-    device_write: int  # 0 in host mode
+    device_write: object | None  # see `ContextTracking`; None in host mode
 
     @property
-    def on_device(self) -> bool:
-        """Whether its tensors lie in the context's own buffers."""
-        return self.device_write > 0
+    def seq_id(self) -> int:
+        """The sequence that it is of."""
+        return self.copy.seq_id
+
+    @property
+    def pos_max(self) -> int:
+        """The last position that it covers."""
+        return cast("int", self.copy.pos_max)
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the object still says what was saved. Bytes cannot change: the same are equal."""
-        now = self.checkpoint
-        return now.data is self.data and (
-            (now.pos, now.hash_val, now.size, now.seq_id, now.pos_min, now.pos_max)
-            == (self.pos, self.hash_val, self.size, self.seq_id, self.pos_min, self.pos_max)
-        )
+        return self.checkpoint.data is self.copy.data and self.checkpoint == self.copy
 
 
 def prefix_hashes(tokens: IntArray, lengths: Iterable[int]) -> dict[int, str]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
@@ -21,16 +22,7 @@ import numpy as np
 from llamakeep.errors import InvalidValue, StateRejected, whole_number
 from llamakeep.llama_cache.base import LOGGER, BaseLlamaCache, verbose_logger
 from llamakeep.llama_cache.checkpoint import HybridCheckpoint, Saved, prefix_hashes
-from llamakeep.llama_cache.tracking import (
-    Affected,
-    ContextTracking,
-    address_of,
-    context_of,
-    device_slot,
-    track,
-    tracking_of,
-    write_device_slot,
-)
+from llamakeep.llama_cache.tracking import Affected, ContextTracking, parts_of, track
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.layout import check_header
 from llamakeep.tokens import TokensLike, as_tokens
@@ -43,7 +35,6 @@ logger = logging.getLogger(LOGGER)
 PARTIAL_ONLY: Final = 1
 ON_DEVICE: Final = 2
 NO_DICTIONARY: Final = "HybridCheckpointCache: pls use save_checkpoint or restore_checkpoint method"
-_LEAST_INT: Final = -(2**63)
 _CONSTANT_SIZE: Final = (Family.RECURRENT, Family.HYBRID)
 """Families whose checkpoints are of one size, and can be left on the device."""
 
@@ -64,7 +55,8 @@ class HybridCheckpointCache(BaseLlamaCache):
 
     It is a `BaseLlamaCache` without the dictionary interface, and `capacity_bytes` limits nothing
     here: the number of checkpoints does. One thread at a time, the one that owns the context. Not
-    for a `Llama` that a keeper is attached to, which moves rows on its own.
+    for a `Llama` that a keeper is attached to, which moves rows on its own; attaching one to a
+    `Llama` closes the caches that were made from it, with its context.
 
     Args:
         ctx: The context; it is borrowed, never freed and not kept alive. A `llama_cpp.Llama` or a
@@ -78,53 +70,47 @@ class HybridCheckpointCache(BaseLlamaCache):
 
     Attributes:
         checkpoints: Those that are good now, in the order they were saved.
-        max_checkpoints: As given; may be changed.
-        on_device: As given.
-        verbose: As given.
+        max_checkpoints: As given; may be changed. `on_device` and `verbose` are as given, too.
 
     Raises:
-        InvalidValue: When `ctx` is None, closed or no context (it is a ValueError), or when
-            `max_checkpoints` is not a whole number.
+        InvalidValue: When `ctx` is None, closed or no context (it is a ValueError), when a keeper
+            is attached to its `Llama`, or when `max_checkpoints` is not a whole number.
     """
 
     def __init__(
-        self,
-        ctx: Any,
-        max_checkpoints: int = 16,
-        on_device: bool = False,
-        verbose: bool = False,
+        self, ctx: Any, max_checkpoints: int = 16, on_device: bool = False, verbose: bool = False
     ) -> None:
         super().__init__()
-        self._ctx: Any = None
-        self._memory: BorrowedMemory | None = None
-        self._tracking: ContextTracking | None = None
-        self._owner: weakref.ref[Any] | None = None
-        self._llama: weakref.ref[Any] | None = None
-        self._records: dict[int, Saved] = {}
-        self._current_size = 0
-        self.checkpoints: list[HybridCheckpoint] = []
-        self.on_device = bool(on_device)
-        self.verbose = bool(verbose)
-        self.max_checkpoints = whole_number("max_checkpoints", max_checkpoints, _LEAST_INT)
+        if isinstance(max_checkpoints, bool) or not hasattr(max_checkpoints, "__index__"):
+            raise InvalidValue(f"max_checkpoints must be a whole number, not {max_checkpoints!r}")
         if ctx is None:
             raise InvalidValue("HybridCheckpointCache: ctx is None, a llama.cpp context is needed")
-        context = context_of(ctx)
-        pointer = ctx if context is None else context.ctx
-        self._address = address_of(pointer)
+        self.max_checkpoints = operator.index(max_checkpoints)
+        self.on_device = bool(on_device)
+        self.verbose = bool(verbose)
+        self.checkpoints: list[HybridCheckpoint] = []
+        self._current_size = 0
+        self._records: dict[int, Saved] = {}  # by the ids of their checkpoints
+        self._flags = PARTIAL_ONLY | (ON_DEVICE if self.on_device else 0)
+
+        from llamakeep.keeper import has_keeper
+
+        llama, context = parts_of(ctx)
+        if context is not None and has_keeper(context):
+            raise InvalidValue("a keeper is attached to this model and moves rows: detach it first")
+        self._ctx: Any = ctx if context is None else context.ctx
+        self._owner = None if context is None else weakref.ref(context)
+        self._llama = None if llama is None else weakref.ref(llama)
+        self._tracking = ContextTracking.of(ctx) if context is None else track(ctx)
 
         from llamakeep.runtime.llama_cpp import BorrowedMemory
 
-        self._memory = BorrowedMemory(pointer)
-        self._ctx = pointer
-        self._flags = PARTIAL_ONLY | (ON_DEVICE if self.on_device else 0)
+        self._memory: BorrowedMemory | None = BorrowedMemory(self._ctx)
         self._get_size_ext: Any = self._memory.get_size_ext
         self._get_data_ext: Any = self._memory.get_data_ext
         self._set_data_ext: Any = self._memory.set_data_ext
         if context is not None:
-            self._owner = weakref.ref(context)
-            self._tracking = track(ctx)
             self._tracking.add(self)
-            self._llama = None if context is ctx else weakref.ref(ctx)
         if self.max_checkpoints <= 0:
             self._say("__init__", f"max_checkpoints is {self.max_checkpoints}: no rollback")
 
@@ -150,18 +136,22 @@ class HybridCheckpointCache(BaseLlamaCache):
         Afterwards nothing is saved, found or restored. Calling it again does nothing.
         """
         self.clear()
-        if self._tracking is not None:
-            self._tracking.remove(self)
-        self._ctx = self._memory = self._tracking = self._owner = self._llama = None
+        self._tracking.remove(self)
+        self._ctx = self._memory = self._owner = self._llama = None
         self._get_size_ext = self._get_data_ext = self._set_data_ext = None
 
     def __del__(self) -> None:
-        if "checkpoints" in vars(self) and not sys.is_finalizing():
+        # In a constructor that raised there is nothing to close, at exit nothing to close it with.
+        if "_tracking" in vars(self) and not sys.is_finalizing():
             self.close()
 
-    def forget(self, affected: Callable[[Affected], bool], why: str) -> None:
+    def forget(self, affected: Affected, why: str) -> None:
         """Drop the checkpoints that a change of the context's memory affects."""
-        self._drop([s for s in self._registered() if affected(s)], why)
+        for saved in [saved for saved in self._registered() if affected(saved)]:
+            self._records.pop(id(saved.checkpoint), None)
+            self.checkpoints = [cp for cp in self.checkpoints if cp is not saved.checkpoint]
+            self._current_size = max(0, self._current_size - saved.copy.size)
+            self._say("invalidate", f"dropped the checkpoint at {saved.copy.pos}: {why}")
 
     def forget_unreached(self) -> None:
         """Drop the checkpoints whose rows the context's memory no longer has."""
@@ -175,21 +165,17 @@ class HybridCheckpointCache(BaseLlamaCache):
         """Drop the oldest checkpoints until there are at most `max_checkpoints`."""
         while len(self.checkpoints) > max(0, self.max_checkpoints):
             oldest = self.checkpoints.pop(0)
-            saved = self._records.pop(id(oldest), oldest)
-            self._current_size = max(0, self._current_size - saved.size)
-            self._say("evict", f"dropped the checkpoint at {saved.pos}, {saved.size:,} bytes")
+            saved = self._records.pop(id(oldest), None)
+            was = oldest if saved is None else saved.copy
+            self._current_size = max(0, self._current_size - was.size)
+            self._say("evict", f"dropped the checkpoint at {was.pos}, {was.size:,} bytes")
 
     # -- finding -----------------------------------------------------------------------------
 
     def _hash_prefix(self, tokens: TokensLike, length: int) -> str:
-        """Return the first 32 hex digits of the SHA-256 of the first `length` tokens.
+        """Return the first 32 hex digits of the SHA-256 of the first `length` tokens, or of all.
 
-        Args:
-            tokens: Hashed as native 32-bit integers.
-            length: Cut to the number of tokens there are.
-
-        Returns:
-            The digits; "empty" when `length` is 0 or below.
+        They are hashed as native 32-bit integers. For a length of 0 or below it is "empty".
 
         Raises:
             TokenError: For tokens that are none.
@@ -211,19 +197,15 @@ class HybridCheckpointCache(BaseLlamaCache):
         array = as_tokens(tokens)
         candidates = [
             saved
-            for saved in self._registered()
-            if saved.seq_id == seq_id and saved.pos <= array.size and saved.is_unchanged
+            for saved in reversed(self._registered())
+            if saved.seq_id == seq_id and saved.copy.pos <= array.size and saved.is_unchanged
         ]
-        hashes = prefix_hashes(array, (saved.pos for saved in candidates))
-        best: Saved | None = None
-        for saved in candidates:
-            if saved.hash_val == hashes[saved.pos] and (best is None or saved.pos >= best.pos):
-                best = saved
-        if best is None:
-            self._say("find", f"none of {len(candidates)} checkpoints fits {array.size} tokens")
-            return None
-        self._say("find", f"the checkpoint at {best.pos} fits {array.size} tokens")
-        return best.checkpoint
+        hashes = prefix_hashes(array, (saved.copy.pos for saved in candidates))
+        fitting = (saved for saved in candidates if saved.copy.hash_val == hashes[saved.copy.pos])
+        best = max(fitting, key=lambda saved: saved.copy.pos, default=None)
+        found = f"none of {len(candidates)}" if best is None else f"the one at {best.copy.pos}"
+        self._say("find", f"{found} fits {array.size} tokens")
+        return None if best is None else best.checkpoint
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -246,7 +228,8 @@ class HybridCheckpointCache(BaseLlamaCache):
 
         Raises:
             TokenError: For tokens that are none.
-            InvalidValue: For a negative position, and for a sequence that the context has not.
+            InvalidValue: For a negative position, for one that is not where the `Llama` is that the
+                cache was made from, and for a sequence that the context has not.
         """
         if self.max_checkpoints <= 0:
             return False
@@ -258,13 +241,18 @@ class HybridCheckpointCache(BaseLlamaCache):
         if seq_id >= memory.n_seq_max:
             raise InvalidValue(f"seq_id {seq_id} is outside 0 to {memory.n_seq_max - 1}")
         array = as_tokens(tokens)
+        llama = None if self._llama is None else self._llama()
+        if llama is not None and seq_id == 0 and current_pos != llama.n_tokens:
+            raise InvalidValue(
+                f"current_pos is {current_pos}, but the Llama has evaluated {llama.n_tokens} tokens"
+            )
         held = memory.positions(seq_id)
         if held.pos_max < 0:
             return self._refuse("save", f"sequence {seq_id} is empty")
         if self.on_device and memory.family not in _CONSTANT_SIZE:
             kind = memory.family.value
             return self._refuse("save", f"llama.cpp cannot leave {kind} memory on the device")
-        device_write = self._take_device_slot(seq_id) if self.on_device else 0
+        device_write = self._write_device(seq_id) if self.on_device else None
         data = self._read(seq_id)
         if data is None:
             return False
@@ -274,10 +262,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         )
         self._registered()  # lets go of the records of what was taken out of the list
         self._records[id(checkpoint)] = Saved(
-            checkpoint,
-            *(current_pos, data, hash_val, len(data), seq_id, held.pos_min, held.pos_max),
-            whole_bytes=memory.whole_bytes(seq_id),
-            device_write=device_write,
+            checkpoint, replace(checkpoint), memory.whole_bytes(seq_id), device_write
         )
         self.checkpoints.append(checkpoint)
         self._current_size += len(data)
@@ -285,29 +270,29 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._evict_checkpoints_if_needed()
         return True
 
-    def _take_device_slot(self, seq_id: int) -> int:
+    def _write_device(self, seq_id: int) -> object:
         """End the life of what lies in the context's buffers of a sequence, to write into them."""
         self._tell_all(
-            lambda saved: saved.on_device and saved.seq_id == seq_id,
+            lambda saved: saved.device_write is not None and saved.seq_id == seq_id,
             "a newer checkpoint takes its place on the device",
         )
-        return write_device_slot(self._address, seq_id)
+        self._tracking.device_writes[seq_id] = write = object()
+        return write
 
     def _read(self, seq_id: int) -> bytes | None:
         size = int(self._get_size_ext(self._ctx, seq_id, self._flags))
-        if size <= 0:
-            self._refuse("save", f"llama.cpp announced {size} bytes of state")
-            return None
-        try:
-            buffer = (ctypes.c_uint8 * size)()
-            written = int(self._get_data_ext(self._ctx, buffer, size, seq_id, self._flags))
-            if written != size:
-                self._refuse("save", f"llama.cpp wrote {written:,} of {size:,} bytes of state")
-                return None
-            return bytes(buffer)
-        except MemoryError:
-            self._refuse("save", f"no memory for {size:,} bytes of state")
-            return None
+        why = f"llama.cpp announced {size} bytes of state"
+        if size > 0:
+            try:
+                buffer = (ctypes.c_uint8 * size)()
+                written = int(self._get_data_ext(self._ctx, buffer, size, seq_id, self._flags))
+                if written == size:
+                    return bytes(buffer)
+                why = f"llama.cpp wrote {written:,} of {size:,} bytes of state"
+            except MemoryError:
+                why = f"no memory for {size:,} bytes of state"
+        self._refuse("save", why)
+        return None
 
     # -- restoring ---------------------------------------------------------------------------
 
@@ -342,81 +327,84 @@ class HybridCheckpointCache(BaseLlamaCache):
         if cp.seq_id != seq_id:
             return self._refuse("restore", f"it is of sequence {cp.seq_id}, not {seq_id}")
         memory = self._open_memory()
-        if memory is None:
-            return self._refuse("restore", "the cache is closed")
         saved = next((s for s in self._registered() if s.checkpoint is cp), None)
-        if saved is None:
+        if saved is None or memory is None:  # a closed cache has none
             return self._refuse("restore", "it is not, or no longer, one of this cache")
         if problem := self._unfit(saved, memory):
             return self._refuse("restore", problem)
+        problem = "a call raised"
         try:
             problem = self._put_back(saved, memory)
-        except BaseException:
-            self._give_up(saved, memory)
-            raise
+        finally:
+            if problem:
+                self._give_up(saved, memory, problem)
         if problem:
-            self._give_up(saved, memory)
-            self._say("restore", f"failed, the sequence is empty now: {problem}", logging.WARNING)
             return False
         self._tell_all(
-            lambda other: other.seq_id == saved.seq_id and other.pos_max > saved.pos_max,
-            f"the sequence went back to {saved.pos}",
+            lambda other: other.seq_id == seq_id and other.pos_max > saved.pos_max,
+            f"the sequence went back to {saved.copy.pos}",
         )
-        self._say("restore", f"sequence {seq_id} is back at {saved.pos}")
+        self._say("restore", f"sequence {seq_id} is back at {saved.copy.pos}")
         return True
 
     def _unfit(self, saved: Saved, memory: BorrowedMemory) -> str:
         """Return why a checkpoint must not be handed to llama.cpp as things are, or ""."""
         if not saved.is_unchanged:
             return "somebody changed it"
-        if saved.on_device and saved.device_write != device_slot(self._address, saved.seq_id):
+        context = None if self._owner is None else self._owner()
+        if context is not None and memory.family is Family.SWA:
+            # After a restore new tokens take cells of rows that an earlier position would need.
+            from llamakeep.runtime.llama_cpp import guard_window
+
+            if not guard_window(context):
+                return "its window could be cut afterwards where rows are gone"
+        seq_id, data = saved.seq_id, saved.copy.data
+        if saved.device_write not in (None, self._tracking.device_writes.get(seq_id)):
             return "its place on the device was overwritten"
         try:
-            check_header(np.frombuffer(saved.data, np.uint8), saved.seq_id)
+            # Nobody changed what llama.cpp wrote; but the process ends if it wrote something else.
+            check_header(np.frombuffer(data, np.uint8), seq_id)
         except StateRejected as error:
             return str(error)
-        pos_max = memory.positions(saved.seq_id).pos_max
+        pos_max = memory.positions(seq_id).pos_max
         if pos_max < saved.pos_max:
             return f"the sequence ends at position {pos_max}, before its {saved.pos_max}"
-        size = int(self._get_size_ext(self._ctx, saved.seq_id, self._flags))
+        size = int(self._get_size_ext(self._ctx, seq_id, self._flags))
         # Where checkpoints hold rows, the live sequence has grown since.
-        fits = size == saved.size
-        if not fits and memory.family not in _CONSTANT_SIZE:
-            fits = size > saved.size
-        return "" if fits else f"it has {saved.size:,} bytes, the sequence's would have {size:,}"
+        grown = size > len(data) and memory.family not in _CONSTANT_SIZE
+        if size != len(data) and not grown:
+            return f"it has {len(data):,} bytes, the sequence's would have {size:,}"
+        return ""
 
     def _put_back(self, saved: Saved, memory: BorrowedMemory) -> str:
         """Restore the state and cut off the rest; return what is wrong afterwards, or ""."""
-        source = ctypes.cast(ctypes.c_char_p(saved.data), ctypes.POINTER(ctypes.c_uint8))
-        seq_id = saved.seq_id
-        read = int(self._set_data_ext(self._ctx, source, saved.size, seq_id, self._flags))
-        if read != saved.size:
-            return f"llama.cpp read {read:,} of {saved.size:,} bytes of state"
+        was, seq_id = saved.copy, saved.seq_id
+        source = ctypes.cast(ctypes.c_char_p(was.data), ctypes.POINTER(ctypes.c_uint8))
+        read = int(self._set_data_ext(self._ctx, source, was.size, seq_id, self._flags))
+        if read != was.size:
+            return f"llama.cpp read {read:,} of {was.size:,} bytes of state"
         if not memory.cut(seq_id, saved.pos_max + 1):
             return f"llama.cpp could not remove what follows position {saved.pos_max}"
         size = memory.whole_bytes(seq_id)
         if size != saved.whole_bytes:
             return f"the sequence has {size:,} bytes of state, it had {saved.whole_bytes:,}"
-        found = memory.positions(seq_id)
+        now = memory.positions(seq_id)
         # A full-size window holds rows from before it, which no state has: it may start later now.
-        last_min = saved.pos_max if memory.family.has_window else saved.pos_min
-        if found.pos_max != saved.pos_max or not saved.pos_min <= found.pos_min <= last_min:
-            return (
-                f"the sequence holds positions {found.pos_min} to {found.pos_max}, "
-                f"not {saved.pos_min} to {saved.pos_max}"
-            )
+        last_min = saved.pos_max if memory.family.has_window else was.pos_min
+        if now.pos_max != saved.pos_max or not was.pos_min <= now.pos_min <= last_min:
+            return f"it holds {now.pos_min} to {now.pos_max}, not {was.pos_min} to {was.pos_max}"
         return ""
 
-    def _give_up(self, saved: Saved, memory: BorrowedMemory) -> None:
+    def _give_up(self, saved: Saved, memory: BorrowedMemory, problem: str) -> None:
         """Empty a sequence whose restore failed: with a row missing it would decode nonsense."""
-        why = "a restore failed"
-        self._tell_all(lambda other: other.seq_id == saved.seq_id, why)
+        self._tell_all(lambda other: other.seq_id == saved.seq_id, "a restore failed")
         if memory.clear(saved.seq_id):
-            self._tell_all(lambda _: True, why)
+            self._tell_all(lambda _: True, "a restore failed")
         llama = None if self._llama is None else self._llama()
         if llama is not None and saved.seq_id == 0:
             # It counts on tokens that are gone; llama.cpp decodes behind them without an error.
             llama.reset()
+        self._say("restore", f"failed, the sequence is empty now: {problem}", logging.WARNING)
 
     # -- the dictionary interface, which has no meaning here --------------------------------
 
@@ -447,18 +435,9 @@ class HybridCheckpointCache(BaseLlamaCache):
             self._records = {id(record.checkpoint): record for record in saved}
         return saved
 
-    def _drop(self, gone: Iterable[Saved], why: str) -> None:
-        for saved in gone:
-            del self._records[id(saved.checkpoint)]
-            self.checkpoints = [cp for cp in self.checkpoints if cp is not saved.checkpoint]
-            self._current_size = max(0, self._current_size - saved.size)
-            self._say("invalidate", f"dropped the checkpoint at {saved.pos}: {why}")
-
-    def _tell_all(self, affected: Callable[[Affected], bool], why: str) -> None:
+    def _tell_all(self, affected: Affected, why: str) -> None:
         """Make this cache and all that follow its context drop what is affected."""
-        tracking = self._tracking or tracking_of(self._address)
-        if tracking is not None:
-            tracking.forget(affected, why)
+        self._tracking.forget(affected, why)
         self.forget(affected, why)
 
     def _refuse(self, method: str, why: str) -> bool:

@@ -7,20 +7,25 @@ in which key they look for, and in what they show of it.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from llamakeep.errors import whole_number
+from llamakeep.errors import IntegrityError, whole_number
+from llamakeep.llama_cache import forks
 from llamakeep.llama_cache.base import BaseLlamaCache, verbose_logger
-from llamakeep.llama_cache.reader import NamespaceLike, Reader
+from llamakeep.llama_cache.reader import Reader
 from llamakeep.llama_cache.snapshots import Plan, Snapshot
 from llamakeep.radix import RadixIndex
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tally import Refused, Tally
 from llamakeep.tokens import IntArray, Place, TokensLike, as_tokens, snapshot_name, snapshot_place
+
+if TYPE_CHECKING:
+    from llamakeep.llama_cache.reader import NamespaceLike
+
+_MOST_INDEXES = 64
 
 
 class Entry(NamedTuple):
@@ -43,6 +48,9 @@ class Entry(NamedTuple):
 
 class Backing(Protocol):
     """Where the states lie. The cache's lock is held around every call."""
+
+    is_proven: bool
+    """What it returns cannot have changed since it was put."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -70,7 +78,11 @@ class Backing(Protocol):
         ...  # pragma: no cover - protocol
 
     def get(self, entry: Entry) -> Snapshot | None:
-        """Return what is kept, or None when it is gone or not what was put."""
+        """Return what is kept, or None when it is gone or not what was put.
+
+        Raises:
+            Refused: When it cannot be read now.
+        """
         ...  # pragma: no cover - protocol
 
     def has(self, entry: Entry) -> bool:
@@ -85,6 +97,14 @@ class Backing(Protocol):
         """Drop a state."""
         ...  # pragma: no cover - protocol
 
+    def clear(self) -> None:
+        """Drop everything."""
+        ...  # pragma: no cover - protocol
+
+    def check(self) -> None:
+        """Compare what is counted with what is kept."""
+        ...  # pragma: no cover - protocol
+
     def in_order(self, namespace: bytes) -> list[Entry]:
         """Return what is kept in a namespace, least recently used first."""
         ...  # pragma: no cover - protocol
@@ -97,6 +117,8 @@ class MemoryBacking:
         capacity_bytes: The limit.
         gone: Called with what had to go.
     """
+
+    is_proven = True
 
     def __init__(self, capacity_bytes: int, gone: Callable[[Entry], None]) -> None:
         self._store: MemoryStore[Snapshot] = MemoryStore(capacity_bytes)
@@ -124,7 +146,7 @@ class MemoryBacking:
         if plan.nbytes > self.capacity_bytes:
             raise Refused(
                 "too_large",
-                f"a state of {plan.nbytes:,} bytes never fits into {self.capacity_bytes:,}",
+                f"its {plan.nbytes:,} bytes never fit into {self.capacity_bytes:,}",
             )
         self.delete(entry)
         self._shrink(self.capacity_bytes - plan.nbytes)
@@ -155,13 +177,24 @@ class MemoryBacking:
         if self._store.delete(entry.name):
             del self._order[entry.name]
 
+    def clear(self) -> None:
+        """Drop everything."""
+        self._store.clear()
+        self._order.clear()
+
     def in_order(self, namespace: bytes) -> list[Entry]:
         """Return what is kept in a namespace, least recently used first."""
         return [entry for entry in self._order.values() if entry.namespace == namespace]
 
     def check(self) -> None:
-        """Compare what is counted with what is kept. See `Store.check`."""
+        """Compare what is counted with what is kept, and with the order of use.
+
+        Raises:
+            IntegrityError: With the numbers.
+        """
         self._store.check()
+        if set(self._order) != set(self._store):
+            raise IntegrityError(f"{len(self._order)} states have an order, {len(self._store)} are")
 
 
 class IndexedCache(BaseLlamaCache):
@@ -182,15 +215,16 @@ class IndexedCache(BaseLlamaCache):
     def __init__(self, backing: Backing, *, verbose: bool = False) -> None:
         self._backing = backing
         self._tally = Tally(self._who)
-        self._lock = threading.RLock()
-        self._indexes: dict[bytes, RadixIndex[Entry]] = {}
-        self._reader = Reader.of(None)
+        self._lock = forks.Lock()
+        # By namespace and room: what is too long for the reader is in none of its indexes.
+        self._indexes: dict[tuple[bytes, int | None], RadixIndex[Entry]] = {}
+        self._unnamed = self._reader = Reader.of(None)
         self.verbose = verbose
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({len(self):,} states, {self.cache_size:,} of "
-            f"{self.capacity_bytes:,} bytes)"
+            f"{type(self).__name__}({len(self):,} states of this namespace; of all "
+            f"{self.cache_size:,} of {self.capacity_bytes:,} bytes)"
         )
 
     def __bool__(self) -> bool:
@@ -198,7 +232,7 @@ class IndexedCache(BaseLlamaCache):
         return True
 
     def __len__(self) -> int:
-        """Return how many states can be found now."""
+        """Return how many states can be found now, those of the namespace that is wanted."""
         with self._lock:
             return len(self._index())
 
@@ -227,8 +261,9 @@ class IndexedCache(BaseLlamaCache):
 
         Args:
             namespace: A `llama_cpp.Llama` (its model, adapters and settings; states that it could
-                not load are misses too), a `llamakeep.fingerprint.Namespace`, a label of your own,
-                or None.
+                not load are misses too, and from now on it evaluates again where a sliding window
+                has lost what it needs), a `llamakeep.fingerprint.Namespace`, a label of your own,
+                or None: nobody else's.
 
         Raises:
             InvalidValue: When it is none of them.
@@ -236,7 +271,8 @@ class IndexedCache(BaseLlamaCache):
 
         Costs a pass over the model's file the first time it is seen.
         """
-        reader = Reader.of(namespace)
+        reader = self._unnamed if namespace is None else Reader.of(namespace)
+        reader.guard()
         with self._lock:
             self._reader = reader
 
@@ -261,14 +297,17 @@ class IndexedCache(BaseLlamaCache):
                 if entry is None:
                     self._tally.count("misses")
                     raise KeyError(self._missing(index))
-                snapshot = self._backing.get(entry)
-                if snapshot is not None:
+                try:
+                    snapshot = self._backing.get(entry)
+                    if snapshot is None:
+                        self._forget(entry)  # it is gone, or not what it was
+                        continue
+                    self._reader.refuse_kept(snapshot, is_proven=self._backing.is_proven)
                     break
-                self._forget(entry)  # it is gone, or not what it was
-            problem = self._reader.misfit(snapshot)
-            if problem:
+                except Refused as refused:
+                    problem = refused
                 self._tally.count("misses")
-                self._tally.report("rejected_unfit", f"a state is not used: {problem}")
+                self._tally.report(f"rejected_{problem.why}", f"a state is not used: {problem}")
                 raise KeyError("Key not found")
             self._backing.touch(entry)
             index.touch(entry.tokens)
@@ -300,26 +339,33 @@ class IndexedCache(BaseLlamaCache):
         """
         tokens = as_tokens(key)
         with self._lock:
-            plan = Plan.of(value, scores_matter=self._reader.scores_matter)
-            namespace, index = self._reader.namespace, self._index()
+            namespace = self._reader.namespace
+            self._index()
             # A copy: the caller may change the key.
             entry = Entry(snapshot_name(namespace, tokens), namespace, tokens.copy())
             try:
+                plan = Plan.of(value, scores_matter=self._reader.scores_matter)
                 self._reader.refuse(value)
-                if not self._backing.put(entry, plan):
-                    return
+                kept = self._backing.put(entry, plan)
             except Refused as refused:
-                self._tally.report(f"refused_{refused.why}", str(refused))
-                return
-            index.insert(tokens, entry)
-            self._tally.count("stored")
+                self._tally.report(f"refused_{refused.why}", f"a state is not kept: {refused}")
+                kept = False
+            except MemoryError:
+                self._tally.report("refused_memory", "a state is not kept: no memory for a copy")
+                kept = False
+            if kept:
+                self._tally.count("stored")
+                for (whose, n_ctx), index in self._indexes.items():
+                    if whose == namespace and (n_ctx is None or tokens.size <= n_ctx + 1):
+                        index.insert(tokens, entry)
+            elif not self._backing.has(entry):  # what it was to replace may be gone
+                self._forget(entry)
 
     def clear(self) -> None:
-        """Drop what can be found now."""
+        """Drop all states, of all namespaces."""
         with self._lock:
-            for entry in self._entries():
-                self._backing.delete(entry)
-                self._forget(entry)
+            self._backing.clear()
+            self._indexes.clear()
 
     # -- for the classes that users see ------------------------------------------------------------
 
@@ -332,15 +378,23 @@ class IndexedCache(BaseLlamaCache):
 
     def _index(self) -> RadixIndex[Entry]:
         """Return the index of what is wanted."""
-        namespace = self._reader.namespace
-        index = self._indexes.get(namespace)
+        reader = self._reader
+        which = (reader.namespace, reader.n_ctx)
+        index = self._indexes.get(which)
         if index is None:
-            index = self._indexes[namespace] = RadixIndex()
+            if len(self._indexes) >= _MOST_INDEXES:
+                self._indexes.clear()  # they are made again when they are wanted again
+            index = self._indexes[which] = RadixIndex()
+            for entry in self._entries():
+                index.insert(entry.tokens, entry)
         return index
 
     def _entries(self) -> list[Entry]:
         """Return what can be found, least recently used first."""
-        return self._backing.in_order(self._reader.namespace)
+        with self._lock:
+            reader = self._reader
+            kept = self._backing.in_order(reader.namespace)
+            return [entry for entry in kept if reader.has_room(entry.tokens)]
 
     def _has(self, tokens: IntArray) -> bool:
         """Return whether there is a state under exactly this key."""
@@ -360,9 +414,9 @@ class IndexedCache(BaseLlamaCache):
         self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        index = self._indexes.get(entry.namespace)
-        if index is not None and index.contains(entry.tokens):
-            index.remove(entry.tokens)
+        for (whose, _), index in self._indexes.items():
+            if whose == entry.namespace and index.contains(entry.tokens):
+                index.remove(entry.tokens)
 
     def _drop(self, tokens: IntArray) -> bool:
         """Drop the state under exactly this key; return whether it was there."""
@@ -370,9 +424,10 @@ class IndexedCache(BaseLlamaCache):
             entry = self._index().get(tokens)
             if entry is None:
                 return False
+            was_there = self._backing.has(entry)
             self._backing.delete(entry)
             self._forget(entry)
-            return True
+            return was_there
 
     def _find(self, key: TokensLike) -> Entry | None:
         """Return the entry of the key that fits best, without using it."""
@@ -391,11 +446,29 @@ class IndexedCache(BaseLlamaCache):
         )
 
     def check(self) -> None:
-        """Compare index, order and counts.
+        """Compare indexes, order and counts.
 
         Raises:
             IntegrityError: With the numbers that do not add up.
         """
         with self._lock:
-            for index in self._indexes.values():
+            self._backing.check()
+            self._index()
+            for (namespace, n_ctx), index in self._indexes.items():
                 index.check()
+                kept = {
+                    entry.name: entry.key
+                    for entry in self._backing.in_order(namespace)
+                    if n_ctx is None or entry.tokens.size <= n_ctx + 1
+                }
+                found = {entry.name: tuple(tokens.tolist()) for tokens, entry in index.items()}
+                # Others may drop what lies in a directory, and some of it may not be read.
+                wrong = [
+                    key
+                    for name, key in found.items()
+                    if kept.get(name, key if not self._backing.is_proven else None) != key
+                ]
+                if wrong or (self._backing.is_proven and found != kept):
+                    raise IntegrityError(
+                        f"{len(found)} keys are found, {len(wrong)} wrong, {len(kept)} are kept"
+                    )

@@ -469,40 +469,86 @@ def _check_end(data: Buffer, cursor: int) -> None:
 # -- whole states of a context ---------------------------------------------------------------------
 
 
-def has_window(native: bytes) -> bool | None:
-    """Say whether a whole context's state is of a model whose only rolling part is a window.
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """How many cells a part has, at consecutive positions from which one on."""
 
-    Such a state is complete. But once it is loaded, llama.cpp puts new tokens where rows outside of
-    the window are, and afterwards cuts back to where these are needed without a word.
+    n_cells: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextState:
+    """What the whole state of a context says of itself.
+
+    Attributes:
+        rows: Cells of the dense layers; None without such.
+        window: Cells of the layers with a sliding window.
+        recurrent: The recurrent cell; none at all in an empty state.
+    """
+
+    rows: Cells | None
+    window: Cells | None = None
+    recurrent: Cells | None = None
+
+    def problem(self, n_tokens: int) -> str:
+        """Return why it cannot be used as one of `n_tokens` tokens in one sequence, or nothing.
+
+        Rows of more tokens do no harm where they can be cut off.
+        """
+        surplus = 0 if self.rows is None else self.rows.n_cells - n_tokens
+        can_be_cut = self.window is None and self.recurrent is None
+        if self.rows is not None and (
+            self.rows.first or surplus < 0 or (surplus and not can_be_cut)
+        ):
+            return (
+                f"it has {self.rows.n_cells} cells from position {self.rows.first} on, not "
+                f"{n_tokens} from 0 on"
+            )
+        if self.window is not None and self.window.first + self.window.n_cells != n_tokens:
+            return f"its window ends elsewhere than after {n_tokens} tokens"
+        if self.recurrent is not None and self.recurrent.first != n_tokens - 1:
+            return f"its recurrent state is of position {self.recurrent.first}"
+        return ""
+
+
+def read_context(native: bytes) -> ContextState | None:
+    """Read the cell tables of a whole context's state, of one sequence.
 
     Args:
         native: What `llama_state_get_data` wrote: the architecture's name (u32, text), then the
-            memory's parts as in a sequence's state. Of one sequence.
+            memory's parts as in a sequence's state, whose cells name their sequences.
 
     Returns:
-        Whether it is; None when the bytes are not understood.
+        What it says; None when the bytes are not understood.
 
-    Costs a pass over the cell tables. Source: llama.cpp `llama_context::state_write_data`,
-    `llama_kv_cache::find_slot`.
+    Costs a pass over the tables. Source: llama.cpp `llama_context::state_write_data`.
     """
     data = np.frombuffer(native, np.uint8)
     try:
         at = 4 + _u32(data, 0)
-        if _is_recurrent(data, at):
-            return False
+        if recurrent := _recurrent_to_end(data, at):
+            return ContextState(None, recurrent=recurrent)
+        rows = _cells_of(data, at)
+        if rows is None:
+            return None
         for end in _kv_ends(data, at):
-            if end == data.size or _is_recurrent(data, end):
-                return False
-            for last in _kv_ends(data, end):
-                if last == data.size or _is_recurrent(data, last):
-                    return last == data.size
+            if end == data.size:
+                return ContextState(rows[0])
+            if recurrent := _recurrent_to_end(data, end):
+                return ContextState(rows[0], recurrent=recurrent)
+            window = _cells_of(data, end)
+            for last in _kv_ends(data, end) if window is not None else ():
+                recurrent = _recurrent_to_end(data, last) if last < data.size else None
+                if window is not None and (last == data.size or recurrent):
+                    return ContextState(rows[0], window[0], recurrent)
     except StateRejected:
         pass
     return None
 
 
-def _cells_of(data: Buffer, at: int) -> tuple[int, int] | None:
-    """Return how many cells a key-value part of one sequence has, and where their table ends."""
+def _cells_of(data: Buffer, at: int) -> tuple[Cells, int] | None:
+    """Return the cells of a key-value part of one sequence, and where their table ends."""
     n_stream, n_cells = _u32(data, at), _u32(data, at + 4)
     if n_stream != 1:
         return None
@@ -510,9 +556,14 @@ def _cells_of(data: Buffer, at: int) -> tuple[int, int] | None:
         end = at + _EMPTY_KV_BYTES + n_cells * cell.itemsize
         if end > data.size:
             continue
-        cells = np.frombuffer(data, cell, n_cells, at + _EMPTY_KV_BYTES)
-        if (cells["n_seq_id"] == 1).all() and (np.diff(np.sort(cells["pos"])) == 1).all():
-            return n_cells, end
+        table = np.frombuffer(data, cell, n_cells, at + _EMPTY_KV_BYTES)
+        positions = np.sort(table["pos"])
+        if (
+            (table["n_seq_id"] == 1).all()
+            and not table["seq_id"].any()
+            and (np.diff(positions) == 1).all()
+        ):
+            return Cells(n_cells, int(positions[0]) if n_cells else 0), end
     return None
 
 
@@ -521,7 +572,7 @@ def _kv_ends(data: Buffer, at: int) -> list[int]:
     found = _cells_of(data, at)
     if found is None:
         return []
-    n_cells, cursor = found
+    n_cells, cursor = found[0].n_cells, found[1]
     if not n_cells:
         return [cursor]
     v_trans, n_layer = _u32(data, cursor), _u32(data, cursor + 4)
@@ -541,18 +592,24 @@ def _kv_ends(data: Buffer, at: int) -> list[int]:
     return ends
 
 
-def _is_recurrent(data: Buffer, at: int) -> bool:
-    """Return whether a recurrent part goes from here to the end; its cell names its sequence."""
+def _recurrent_to_end(data: Buffer, at: int) -> Cells | None:
+    """Return the cell of a recurrent part that goes from here to the end, or None for another."""
     try:
         n_cells = _u32(data, at)
         cursor = at + 4 + n_cells * _CELL.itemsize
         if n_cells > 1 or _u32(data, cursor):
-            return False
-        n_layer, cursor = _u32(data, cursor + 4), cursor + 8
-        for _ in range(2 * n_layer):
+            return None
+        n_layer, first = _u32(data, cursor + 4), -1
+        if n_cells:
+            cell = np.frombuffer(data, _CELL, 1, at + 4)[0]
+            if cell["n_seq_id"] != 1 or cell["seq_id"]:
+                return None
+            first = int(cell["pos"])
+        cursor += 8
+        for _ in range(2 * min(n_layer, 4096)):
             if cursor >= data.size:
                 break
             cursor += _ENTRY_BYTES + _read_entry(data, cursor, False).cell_bytes * n_cells
     except StateRejected:
-        return False
-    return cursor == data.size
+        return None
+    return Cells(n_cells, first) if cursor == data.size else None

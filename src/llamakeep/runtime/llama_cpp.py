@@ -65,6 +65,7 @@ PARTIAL: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 ON_DEVICE: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 _EVERYTHING: Final = -1
 _PROBE_TOKENS: Final = 18
+_REMOVALS: Final = ("kv_cache_seq_rm", "memory_seq_rm")  # of this and other builds
 _COMPUTED_BY: Final = (
     "rope_scaling_type",
     "rope_freq_base",
@@ -1127,23 +1128,55 @@ def load_vocab(path: str | Path) -> Vocabulary:
     return Vocabulary(model)
 
 
-def guard_window(llm: Any) -> None:
-    """Keep a `Llama` from cutting its memory where sliding-window rows that it needs are gone.
+def guard_window(context: Any) -> bool:
+    """Keep a context from being cut where sliding-window rows that are needed then are gone.
 
-    After a whole state was loaded, llama.cpp puts new tokens into cells that are outside of the
-    window, so that the memory no longer reaches back. To cut it there and go on gives wrong
-    answers, and llama.cpp does it without a word. With the guard, the context's `kv_cache_seq_rm`
-    returns False then, as it does for recurrent memory, and `Llama.generate` evaluates the prompt
-    again. Does nothing for models without a window, or the second time.
+    After a whole state or a checkpoint was loaded, llama.cpp puts new tokens into cells that are
+    outside of the window, so that the memory no longer reaches back. To cut it there and go on
+    gives wrong answers, and llama.cpp does it without a word. With the guard, the method of the
+    context that removes positions returns False then, as it does for recurrent memory, and
+    `Llama.generate` evaluates the prompt again. Doing it again changes nothing.
+
+    Args:
+        context: A `LlamaContext`, open.
+
+    Returns:
+        Whether all is well now: the model has no window, or the context is guarded, and evaluates
+        a batch at once. (With `n_batch` above `n_ubatch`, the first part of a batch was seen to
+        miss rows that llama.cpp had given up for the later ones.)
     """
-    context = llm._ctx
-    n_swa = int(llama_cpp.llama_model_n_swa(llm._model.model))
-    if n_swa <= 0 or "kv_cache_seq_rm" in vars(context):
-        return
-    alive = weakref.ref(context)
+    n_swa = int(llama_cpp.llama_model_n_swa(llama_cpp.llama_get_model(context.ctx)))
+    if n_swa <= 0:
+        return True
+    names = [name for name in _REMOVALS if hasattr(type(context), name)]
+    for name in names:
+        hook = vars(context).get(name)
+        if hook is None:
+            setattr(context, name, _WindowGuard(context, name, n_swa))
+        elif not isinstance(hook, _WindowGuard):
+            return False  # somebody else's, a keeper's perhaps, who looks after this in its way
+    n_batch, n_ubatch = (
+        f(context.ctx) for f in (llama_cpp.llama_n_batch, llama_cpp.llama_n_ubatch)
+    )
+    return bool(names) and int(n_batch) <= int(n_ubatch)
 
-    def kv_cache_seq_rm(seq_id: int, p0: int, p1: int) -> bool:
-        context = alive()
+
+class _WindowGuard:
+    """Removes positions of a context, unless rows that are needed then are gone.
+
+    Args:
+        context: The context; not kept alive.
+        name: Of its method.
+        n_swa: Size of the window in tokens.
+    """
+
+    def __init__(self, context: Any, name: str, n_swa: int) -> None:
+        self._context = weakref.ref(context)
+        self._name = name
+        self._n_swa = n_swa
+
+    def __call__(self, seq_id: int, p0: int, p1: int) -> bool:
+        context = self._context()
         if context is None or context.ctx is None:
             return False
         memory = llama_cpp.llama_get_memory(context.ctx)
@@ -1151,11 +1184,9 @@ def guard_window(llm: Any) -> None:
         for each in range(n_seqs) if seq_id < 0 else (seq_id,):
             first = int(llama_cpp.llama_memory_seq_pos_min(memory, each))
             last = int(llama_cpp.llama_memory_seq_pos_max(memory, each))
-            if 0 < p0 <= last and first > max(0, p0 - n_swa + 1):
+            if 0 < p0 <= last and first > max(0, p0 - self._n_swa + 1):
                 return False
-        return bool(type(context).kv_cache_seq_rm(context, seq_id, p0, p1))
-
-    context.kv_cache_seq_rm = kv_cache_seq_rm
+        return bool(getattr(type(context), self._name)(context, seq_id, p0, p1))
 
 
 def state_class() -> type:

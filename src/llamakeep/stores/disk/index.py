@@ -328,6 +328,10 @@ class Index:
             if is_damage(error) and not (unless and unless in str(error)):
                 self.condemn()
             raise
+        except (TypeError, AttributeError, UnicodeDecodeError, OverflowError) as error:
+            # A value of a type that no column of ours has: nothing seals them.
+            self.condemn()
+            raise sqlite3.DatabaseError(f"malformed index: {error}") from error
 
     # -- making it anew ----------------------------------------------------------------------------
 

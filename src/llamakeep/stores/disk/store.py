@@ -168,12 +168,15 @@ class DiskStore:
         if self.read_only:
             return
         try:
-            self._settle_the_dead()
+            self._tidy(max_bytes)
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
             self._index.ensure()  # made anew
-            self._settle_the_dead()
+            self._tidy(max_bytes)
+
+    def _tidy(self, max_bytes: int | None) -> None:
+        self._settle_the_dead()
         if max_bytes is not None:
             self._room.trim(max_bytes)
 
@@ -234,8 +237,13 @@ class DiskStore:
         n_bytes: int,
         produce: Callable[[], Buffer],
         place: Place | None = None,
+        *,
+        replace: bool = False,
     ) -> bool:
         """Keep the blob that `produce` returns. See `Store.put`.
+
+        With `replace` it takes the place of one that has its name, which stays until then, and
+        counts until then.
 
         True means that it is on the device, whatever happens next: if the machine goes down before
         its row is there, too, that is made again when the directory is opened. Costs a hash, a
@@ -253,9 +261,9 @@ class DiskStore:
         ticket = None
         with self._tally.quietly("write"):
             self._settle()
-            if self._has(name):
+            if self._has(name) and not replace:
                 return True
-            ticket = self._room.reserve(name, cost, place)
+            ticket = self._room.reserve(name, cost, place, replace=replace)
             if ticket is None:
                 return True
         if ticket is None:
@@ -268,7 +276,7 @@ class DiskStore:
             with self._tally.quietly("write"):
                 self._shelf.write(ticket, name, data, place)
                 began = True
-                self._room.enter(ticket, name, n_bytes, cost, place)
+                self._room.enter(ticket, name, n_bytes, cost, place, replace=replace)
                 entered = True
                 self._shelf.flush(name)
                 kept = True
