@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from llamakeep.errors import IntegrityError, InvalidValue
 from llamakeep.eviction import EvictionQueue
-from llamakeep.policy import Policy, get_policy
+from llamakeep.policy import Policy, get_policy, looks_around
 from llamakeep.radix import Path, check_nodes, descend, walk
 from llamakeep.runtime.base import Traits
 from llamakeep.spans import Kept, SpanNode, TreeCounters, TreeEntry
@@ -61,6 +61,7 @@ class SpanForest:
         self._roots: dict[bytes, SpanNode] = {}
         self._numbers = itertools.count()
         self._queue = EvictionQueue[Kept](self.policy, clock, self._is_live)
+        self._looks_around = looks_around(self.policy)
         self._cold: dict[bytes, Kept] = {}  # what is only in tiers below, by name
         self._pinned_bytes = 0
         self._n_nodes = 0
@@ -83,6 +84,9 @@ class SpanForest:
     def _put_in(self, node: SpanNode, position: int, kept: Kept) -> None:
         """Put a checkpoint into a node."""
         node.checkpoints[position] = kept
+        if self._looks_around:  # less is lost with what comes next
+            for each in node.next_states(position):
+                self._queue.look_again(each)
         if node.pins:
             self._pinned_bytes += kept.held_bytes
         else:
@@ -188,6 +192,8 @@ class SpanForest:
         """Take a checkpoint out of its node; its bytes stay where they are."""
         kept = node.checkpoints.pop(position)
         self._cold.pop(kept.ref.name, None)
+        if self._looks_around and node.segment is not None:
+            self._queue.look_again(node.segment)  # it takes one less along
         if node.pins:
             self._pinned_bytes -= kept.held_bytes
 

@@ -22,7 +22,7 @@ class Kept:
         last_used: When it was kept or used.
         sequence: Ascending in the order of keeping.
         hits: Uses.
-        queued: It stands in the eviction queue, which alone writes this.
+        queued: Its place in the eviction queue, which alone writes this, or 0.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Kept:
         self.created = self.last_used = now
         self.sequence = sequence
         self.hits = 0
-        self.queued = False
+        self.queued = 0
 
     @property
     def n_bytes(self) -> int:
@@ -64,6 +64,22 @@ class Kept:
         """Tokens of a segment's span; the position of a checkpoint."""
         ref = self.ref
         return ref.position if isinstance(ref, CheckpointRef) else ref.end - ref.start
+
+    @property
+    def marginal_tokens(self) -> int:
+        """Tokens between it and the restorable position before it, which losing it costs.
+
+        Of a checkpoint that is the one before it on its path, or 0. A leaf's segment takes its
+        node's checkpoints along, so it reaches from what is restorable without the node to the
+        deepest of those; where it has none, any position is restorable, and it is the span.
+        Costs a visit of the nodes back to the checkpoint before.
+        """
+        node, ref = self.node, self.ref
+        if isinstance(ref, CheckpointRef):
+            return ref.position - node.restorable_before(ref.position)
+        if not node.checkpoints:
+            return node.end - node.start
+        return max(node.checkpoints) - node.restorable_before(node.start + 1)
 
 
 class SpanNode(Node):
@@ -90,6 +106,34 @@ class SpanNode(Node):
         if self.segment is not None:
             yield self.segment
         yield from self.checkpoints.values()
+
+    def restorable_before(self, position: int) -> int:
+        """Return where the last checkpoint before `position` is, here or above; 0 for none."""
+        node: SpanNode | None = self
+        while node is not None:
+            found = max((at for at in node.checkpoints if at < position), default=0)
+            if found:
+                return found
+            position, node = node.start + 1, node.parent
+        return 0
+
+    def next_states(self, position: int) -> Iterator[Kept]:
+        """Yield the states whose restorable position before is `position`, in this node, or may be.
+
+        That is the next checkpoint on each path from there on, and the segments of the nodes below
+        this one on the way to it. Costs a visit of those nodes.
+        """
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            if node.segment is not None and node is not self:
+                yield node.segment
+            after = min((at for at in node.checkpoints if at > position), default=node.end + 1)
+            if after in node.checkpoints:
+                yield node.checkpoints[after]
+            nodes += [
+                child for (point, _), child in node.branches.items() if position <= point < after
+            ]
 
     @property
     def held_bytes(self) -> int:

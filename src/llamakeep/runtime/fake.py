@@ -200,6 +200,7 @@ class FakeRuntime:
         row_bytes: Bytes of a token's dense row in a state, at least 8.
         window_row_bytes: Bytes of a token's window row in a state, at least 8.
         recurrent_bytes: Bytes of a recurrent state, at least 8.
+        fixed_bytes: Bytes that every state has besides its header and those.
         seed: Another seed is another model.
 
     Attributes:
@@ -224,6 +225,7 @@ class FakeRuntime:
         row_bytes: int = 16,
         window_row_bytes: int = 8,
         recurrent_bytes: int = 64,
+        fixed_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self._family = Family(family)
@@ -236,6 +238,7 @@ class FakeRuntime:
             ("row_bytes", row_bytes, _WORD),
             ("window_row_bytes", window_row_bytes, _WORD),
             ("recurrent_bytes", recurrent_bytes, _WORD),
+            ("fixed_bytes", fixed_bytes, 0),
         ):
             if value < least:
                 raise InvalidValue(f"{name} must be {least} or more, not {value}")
@@ -248,12 +251,13 @@ class FakeRuntime:
         self.draft: Runtime | None = None
         self.calls = Calls()
         self.failures: Callable[[str], None] | None = None
+        self._head_bytes = _HEADER.size + fixed_bytes
         self._row_bytes = row_bytes
         self._window_row_bytes = window_row_bytes
         self._recurrent_bytes = recurrent_bytes if self._family.has_recurrent else 0
         n_swa = n_swa if self._family.has_window else 0
         sizes = f"{self._family.value} {n_swa} {dense} {row_bytes} {window_row_bytes}"
-        layout = blake3(f"fake {sizes} {recurrent_bytes}".encode()).digest()
+        layout = blake3(f"fake {sizes} {recurrent_bytes} {fixed_bytes}".encode()).digest()
         self._layout = layout[:8]
         self.traits = Traits(
             self._family,
@@ -456,7 +460,7 @@ class FakeRuntime:
 
     def _size(self, n_rows: int, n_window: int, n_recurrent_bytes: int) -> int:
         rows = n_rows * self._row_bytes + n_window * self._window_row_bytes
-        return _HEADER.size + rows + n_recurrent_bytes
+        return self._head_bytes + rows + n_recurrent_bytes
 
     def _pack(self, kind: int, seq: _Sequence, start: int, end: int, window_start: int) -> Buffer:
         """Return the rows [start, end) and window [window_start, end) as bytes."""
@@ -473,11 +477,11 @@ class FakeRuntime:
 
     def _parts(self, data: Buffer, n_rows: int, n_window: int) -> tuple[Words, Words, Words]:
         """Return views of the rows, the window and the recurrent state in `data`."""
-        window_at = _HEADER.size + n_rows * self._row_bytes
+        window_at = self._head_bytes + n_rows * self._row_bytes
         recurrent_at = window_at + n_window * self._window_row_bytes
         n_recurrent = int(recurrent_at < data.size)
         return (
-            np.frombuffer(data, np.uint64, n_rows, _HEADER.size if n_rows else 0),
+            np.frombuffer(data, np.uint64, n_rows, self._head_bytes if n_rows else 0),
             np.frombuffer(data, np.uint64, n_window, window_at if n_window else 0),
             np.frombuffer(data, np.uint64, n_recurrent, recurrent_at if n_recurrent else 0),
         )

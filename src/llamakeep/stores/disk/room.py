@@ -62,14 +62,16 @@ class Room:
 
     # -- one write ---------------------------------------------------------------------------------
 
-    def reserve(self, name: bytes, cost: int, place: Place | None) -> str | None:
+    def reserve(
+        self, name: bytes, cost: int, place: Place | None, *, replace: bool = False
+    ) -> str | None:
         """Count the bytes of a state before they exist, and evict others for them if need be.
 
         Nothing is evicted for what cannot fit anyway, nor for what has no place.
 
         Returns:
             A ticket for the write, to be ended by `enter` or `release`; None when the state is
-            here already.
+            here already, and is not to be replaced.
 
         Raises:
             Refused: When there is no room.
@@ -85,7 +87,7 @@ class Room:
         free = self._shelf.free_bytes()
         while True:
             with self._index.writing() as sql:
-                if rows.get(sql, name) is not None:
+                if not replace and rows.get(sql, name) is not None:
                     return None
                 totals = rows.totals(sql)
                 over = totals.used_bytes + cost - self.capacity_bytes
@@ -100,7 +102,16 @@ class Room:
                 raise Refused("disk_full", _FULL)
             work.fresh = self._evictable() if look_again else None
 
-    def enter(self, ticket: str, name: bytes, n_bytes: int, cost: int, place: Place | None) -> None:
+    def enter(
+        self,
+        ticket: str,
+        name: bytes,
+        n_bytes: int,
+        cost: int,
+        place: Place | None,
+        *,
+        replace: bool = False,
+    ) -> None:
         """Give a written file its place and index it, instead of its reservation.
 
         Both happen in one transaction, so that files and index agree for whoever holds the lock.
@@ -114,11 +125,11 @@ class Room:
         """
         with self._index.writing() as sql:
             known = rows.get(sql, name) is not None
-            if known and self._shelf.stat(name) is not None:
+            if known and not replace and self._shelf.stat(name) is not None:
                 self._shelf.discard(ticket)
             else:
                 if known:
-                    rows.remove(sql, name)  # somebody removed the file behind our back
+                    rows.remove(sql, name)  # it is replaced, or its file is gone
                 free = self.capacity_bytes - rows.totals(sql).used_bytes
                 if not rows.is_reserved(sql, ticket) and cost > free:
                     raise Refused("raced", "the index was made anew while a state was written")
@@ -184,7 +195,9 @@ class Room:
     def _evictable(self) -> list[rows.Row]:
         # Outside of any transaction: a scan takes long, and must not keep others from writing.
         with self._index.scanning() as sql:
-            return list(rows.evictable(sql))
+            found = list(rows.evictable(sql))
+            self._victims.look_around(sql, found)
+            return found
 
     def _this_owner(self) -> Owner:
         with self._owner_lock:

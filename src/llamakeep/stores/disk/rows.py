@@ -30,7 +30,11 @@ KINDS: tuple[Kind | None, ...] = (None, "segment", "checkpoint", "snapshot")
 
 @dataclass(slots=True)
 class Row:
-    """A row of `states`, but for the tokens; what a policy ranks, too."""
+    """A row of `states`, but for the tokens; what a policy ranks, too.
+
+    `before` is where the last checkpoint before a checkpoint is, if somebody looked, see
+    `restorable_before`; `queued` is its place in a queue, or 0.
+    """
 
     sequence: int
     name: bytes
@@ -47,12 +51,18 @@ class Row:
     created: float
     last_used: float
     hits: int
-    queued: bool = False
+    before: int = 0
+    queued: int = 0
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a segment, or the position of a checkpoint."""
+        """Tokens of a segment or a snapshot, or the position of a checkpoint."""
         return self.stop - self.start if self.kind == SEGMENT else self.stop
+
+    @property
+    def marginal_tokens(self) -> int:
+        """Tokens that losing it costs: of a checkpoint, back to the one before; else its own."""
+        return self.stop - self.before if self.kind == CHECKPOINT else self.n_tokens
 
     @property
     def at_origin(self) -> bool:
@@ -99,13 +109,18 @@ class Totals:
 
 
 def totals(sql: sqlite3.Connection) -> Totals:
-    """Return what is counted now."""
-    return Totals(
-        *sql.execute(
-            "SELECT used_bytes, opaque_bytes, (SELECT coalesce(sum(n_bytes), 0) FROM writing), "
-            "n_states FROM totals"
-        ).fetchone()
-    )
+    """Return what is counted now.
+
+    Raises:
+        TypeError: When it cannot be: nothing seals the index.
+    """
+    found = sql.execute(
+        "SELECT used_bytes, opaque_bytes, (SELECT coalesce(sum(n_bytes), 0) FROM writing), "
+        "n_states FROM totals"
+    ).fetchone()
+    if any(not isinstance(number, int) or number < 0 for number in found):
+        raise TypeError(f"it counts {found!r:.100}")
+    return Totals(*found)
 
 
 def next_time(sql: sqlite3.Connection, now: float) -> float:
@@ -367,6 +382,69 @@ def above(sql: sqlite3.Connection, place: Place) -> list[Row]:
                 seen.add(higher.name)
                 found.append(higher)
     return found
+
+
+def restorable_before(
+    sql: sqlite3.Connection, row: Row, known: dict[bytes | None, int] | None = None
+) -> int:
+    """Return where the last checkpoint before a checkpoint is on its path; 0 for none.
+
+    Costs, for each block back to there, a few look-ups for each distinct start of a span in it.
+    Segments lead from block to block: where there are none, in a family without them, only the
+    checkpoint's own block is known.
+
+    Args:
+        sql: The index.
+        row: A checkpoint.
+        known: What was found of the origins of blocks before, to be used again and added to.
+    """
+    known = {} if known is None else known
+    empty: list[bytes | None] = []
+    block, origin, upto, tokens = row.block, row.origin, row.stop, tokens_of(sql, row.name)
+    found = 0
+    while not found:
+        found = _last_checkpoint(sql, block, origin, upto, tokens)
+        if found:
+            break
+        if block in known:
+            found = known[block]
+            break
+        empty.append(block)
+        before = sql.execute(
+            "SELECT block, origin, stop, tokens FROM states WHERE next_block = ? LIMIT 1", (block,)
+        ).fetchone()
+        if before is None or not before[1] < origin:
+            break
+        block, origin, tokens = before[0], before[1], before[3]
+        upto = before[2] + 1  # one at its end counts
+    known.update(dict.fromkeys(empty, found))
+    return found
+
+
+def _last_checkpoint(
+    sql: sqlite3.Connection, block: bytes | None, origin: int, upto: int, tokens: bytes
+) -> int:
+    """Return where the last checkpoint of a block before `upto` is that has these tokens."""
+    found, start = 0, upto
+    while True:
+        (start,) = sql.execute(
+            "SELECT max(start) FROM states WHERE block = ? AND start < ?", (block, start)
+        ).fetchone()
+        if start is None or start < origin:
+            return found
+        at = 4 * (start - origin)
+        (stop,) = sql.execute(
+            "SELECT max(stop) FROM states WHERE block = ? AND start = ? AND first = ? "
+            "AND kind = 2 AND stop < ? AND tokens = substr(?, 1, length(tokens))",
+            (
+                block,
+                start,
+                int.from_bytes(tokens[at : at + 4], "little", signed=True),
+                upto,
+                tokens,
+            ),
+        ).fetchone()
+        found = max(found, stop or 0)
 
 
 def evictable(sql: sqlite3.Connection) -> Iterator[Row]:

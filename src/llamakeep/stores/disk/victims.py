@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterable
 
 from llamakeep.eviction import EvictionQueue
-from llamakeep.policy import Policy
+from llamakeep.policy import Policy, looks_around
 from llamakeep.stores.disk import rows
-from llamakeep.stores.disk.rows import SEGMENT, Row
+from llamakeep.stores.disk.rows import CHECKPOINT, SEGMENT, Row
 
 _AT_ONCE = 64
 _LOOK_AGAIN = 64
@@ -20,7 +20,8 @@ class Victims:
 
     The order is remembered between calls. It may be old: others use, add and drop states as well.
     So what was added since is looked up first, what comes to the front is looked up again, and now
-    and then all of it (see `is_old`).
+    and then all of it (see `is_old`): until then a checkpoint may count for more than it does,
+    before which another has been added.
 
     Every call happens in the transaction of the index's one writer, which is the lock here, too.
 
@@ -35,6 +36,7 @@ class Victims:
     ) -> None:
         self._queue = EvictionQueue[Row](policy, clock, lambda row: True)
         self._drop = drop
+        self._looks_around = looks_around(policy)
         self._look_again = 0
         self._n_popped = 0
         self._seen = (b"", 0)  # which database, and up to where
@@ -52,10 +54,21 @@ class Victims:
         self._look_again = max(_LOOK_AGAIN, n_states // _SCANNED_FOR_EACH)
         self._n_popped = 0
 
+    def look_around(self, sql: sqlite3.Connection, found: Iterable[Row]) -> None:
+        """Look up what is before checkpoints, if the policy asks for that.
+
+        Costs a few look-ups for each block back to there, of each block once.
+        """
+        known: dict[bytes | None, int] = {}
+        for row in found if self._looks_around else ():
+            if row.kind == CHECKPOINT:
+                row.before = rows.restorable_before(sql, row, known)
+
     def add(self, sql: sqlite3.Connection, name: bytes) -> None:
         """Think of a state that something hung off until now."""
         row = rows.get(sql, name) if self._has_room else None
         if row is not None and row.kind:
+            self.look_around(sql, [row])
             self._queue.push(row)
 
     @property
@@ -68,7 +81,9 @@ class Victims:
         if database != self._seen[0]:
             self._queue.clear()
         elif self._has_room:
-            for row in rows.written_after(sql, self._seen[1]):
+            written = rows.written_after(sql, self._seen[1])
+            self.look_around(sql, written)
+            for row in written:
                 self._queue.push(row)
         self._seen = (database, last)
 
@@ -95,12 +110,14 @@ class Victims:
 
         def can_go(row: Row) -> bool:
             now = rows.get(sql, row.name)
-            if now is None or rows.hangs_off(sql, now):
+            # Another may have taken its place, of another size: that one has a row of its own.
+            if now is None or now.sequence != row.sequence or rows.hangs_off(sql, now):
                 return False
             if row.name in held:
                 aside.append(row)
                 return False
             row.last_used, row.hits, row.parent = now.last_used, now.hits, now.parent
+            self.look_around(sql, [row])
             return True
 
         while sum(row.n_bytes for row in gone) < n_bytes and len(gone) < _AT_ONCE:

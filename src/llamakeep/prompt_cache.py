@@ -1,0 +1,575 @@
+"""llama-server's cache of whole prompts, as it is and as it could be.
+
+An entry is all that a slot held when another prompt took it: its tokens, the whole state of its
+sequence, that of a draft model, and its context checkpoints. In mode `upstream` the rules are
+those of llama-server, faults included; in mode `keep` the same store keeps what llama-server
+loses:
+
+=====================  ==================================  ======================================
+what                   `upstream`                          `keep`
+=====================  ==================================  ======================================
+a hit                  moves the entry out                 copies; hits and time are recorded
+chosen entry           beats the slot in f_keep and        gives the most tokens that can really
+                       f_sim, f_keep at least 0.25         be resumed, if more than the slot has
+restored               all of it, then cut back            what the request shares with it
+too large              refused                             stored with fewer checkpoints, if that
+                                                           helps; else refused
+a prefix of another    is obsolete, and not stored         only if nothing is lost by it (rolling
+                                                           memory resumes at checkpoints only)
+a state that is wrong  stays, and fails again              is dropped
+=====================  ==================================  ======================================
+
+Bytes are counted in one `ByteBudget` before they are read. The tokens of an entry can be limited
+too, but never below what the bytes have room for: see `update`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import psutil
+
+from llamakeep.budget import ByteBudget
+from llamakeep.checkpoints import CheckpointList
+from llamakeep.entries import Allocated, Entry, Loaded, Loading, Saving, ratio
+from llamakeep.errors import IntegrityError, InvalidValue, StateError, whole_number
+from llamakeep.events import (
+    AllocationFailed,
+    AlreadyCached,
+    CachedPrompt,
+    CacheState,
+    Emit,
+    Event,
+    EvictedForRoom,
+    EvictedOverLimit,
+    EvictedOverTokenLimit,
+    LimitReduced,
+    LoadBase,
+    LoadFound,
+    ObsoleteRemoved,
+    OverLimitSkipped,
+    SavingPrompt,
+    log,
+)
+from llamakeep.policy import Policy, get_policy
+from llamakeep.runtime.base import Runtime
+from llamakeep.tokens import IntArray, common_prefix
+from llamakeep.wholes import Whole, read_whole, whole_bytes
+
+logger = logging.getLogger("llamakeep")
+
+CacheMode: TypeAlias = Literal["upstream", "keep"]
+KeepCheckpoints: TypeAlias = Literal["all", "last", "none"]
+
+NO_LIMIT: Final = -1
+"""As `limit_bytes`: as much as `NO_LIMIT_SHARE` of the memory that is available now."""
+NO_LIMIT_SHARE: Final = 0.5
+LEAST_KEEP: Final = 0.25
+"""llama-server takes no entry of which less than this share would be reused."""
+SHRINK: Final = 0.4
+"""What is left of the cache as its limit after an allocation failed."""
+_LEVELS: Final[tuple[KeepCheckpoints, ...]] = ("all", "last", "none")
+
+
+class PromptCache:
+    """Whole prompts by their tokens. See the module for what the two modes are.
+
+    One thread at a time, the owner of the context whose states it keeps.
+
+    Args:
+        limit_bytes: The limit; 0 keeps nothing and finds nothing, -1 stands for half of the
+            memory that is available now (a warning says how much that is).
+        limit_tokens: The limit on the tokens of all entries, raised when the bytes have room for
+            more; None or 0 for none. llama-server sets it to the size of its context.
+        policy: Which entry goes first, a name of the kind ``prompts`` or an object.
+        mode: `upstream` or `keep`.
+        checkpoints: How many of a slot's checkpoints go into an entry: all, the last, none.
+        refresh_on_hit: A hit makes the entry the youngest, for policies that go by age too. For
+            mode `keep`: an entry that moves out has no age.
+        emit: Takes events.
+        clock: Seconds.
+
+    Attributes:
+        counters: How often what happened: `saved`, `cached`, `refused`, `trimmed` (stored with
+            fewer checkpoints), `evicted`, `obsolete`, `hits`, `misses`, `no_memory`, `failed_save`,
+            `failed_load`.
+
+    Raises:
+        InvalidValue: For an argument that is none of these.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        limit_tokens: int | None = None,
+        *,
+        policy: str | Policy = "oldest",
+        mode: CacheMode = "upstream",
+        checkpoints: KeepCheckpoints = "all",
+        refresh_on_hit: bool = False,
+        emit: Emit = log,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        whole_number("limit_bytes", limit_bytes, NO_LIMIT)
+        if mode not in ("upstream", "keep"):
+            raise InvalidValue(f"mode must be upstream or keep, not {mode!r}")
+        if checkpoints not in _LEVELS:
+            raise InvalidValue(f"checkpoints must be {', '.join(_LEVELS)}, not {checkpoints!r}")
+        if limit_bytes == NO_LIMIT:
+            limit_bytes = max(1, int(NO_LIMIT_SHARE * psutil.virtual_memory().available))
+            logger.warning("a prompt cache without a limit may take %s bytes", f"{limit_bytes:,}")
+        self.limit_tokens = whole_number("limit_tokens", limit_tokens or 0, 0)
+        self.mode: CacheMode = mode
+        self.policy = get_policy(policy, "prompts")
+        self.counters: dict[str, int] = {}
+        self._limit_bytes = limit_bytes
+        self._budget = ByteBudget(limit_bytes)
+        self._keep_checkpoints: KeepCheckpoints = checkpoints
+        self._refresh_on_hit = refresh_on_hit
+        self._emit_to = emit
+        self._heard_by: Emit | None = None
+        self._clock = clock
+        self._entries: list[Entry] = []
+        self._pending: Entry | None = None
+        self._sequence = 0
+
+    def __repr__(self) -> str:
+        return f"PromptCache({len(self._entries)} prompts, {self._budget!r}, {self.mode})"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield the entries, oldest first."""
+        return iter(tuple(self._entries))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything can be kept."""
+        return self._limit_bytes > 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit now; it falls when memory could not be allocated, and `resize` raises it."""
+        return self._limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What is kept, with what is being read now."""
+        return self._budget.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever kept."""
+        return self._budget.peak_bytes
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all entries."""
+        return sum(entry.n_tokens for entry in self._entries)
+
+    def _emit(self, event: Event) -> None:
+        if self._heard_by is not None:
+            self._heard_by(event)
+        self._emit_to(event)
+
+    @contextmanager
+    def heard_by(self, listener: Emit) -> Iterator[None]:
+        """Let `listener` hear the events of this block too."""
+        before, self._heard_by = self._heard_by, listener
+        try:
+            yield
+        finally:
+            self._heard_by = before
+
+    def resize(self, limit_bytes: int) -> None:
+        """Set another limit (0 or more); what does not fit any more is evicted.
+
+        Raises:
+            InvalidValue: For a negative one.
+        """
+        self._limit_bytes = whole_number("limit_bytes", limit_bytes, 0)
+        self.update()
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        for entry in self:
+            self._remove(entry)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        runtime: Runtime,
+        seq_id: int,
+        tokens: IntArray,
+        checkpoints: CheckpointList | None = None,
+        *,
+        namespace: bytes = b"",
+    ) -> Saving:
+        """Keep what a sequence holds; the sequence is unchanged.
+
+        Args:
+            runtime: Holds the sequence, and its draft model's if there is one.
+            seq_id: Which sequence.
+            tokens: What it holds; kept, not copied.
+            checkpoints: Its checkpoints; their data are shared.
+            namespace: Entries are found in the same namespace only.
+
+        Returns:
+            What became of it. A runtime that fails, or memory that is not there, is no exception:
+            the cache is as it was, but for what made room. Costs a copy of the state.
+        """
+        if not self.enabled or not tokens.size:
+            return Saving.NOTHING
+        n_tokens, draft = int(tokens.size), runtime.draft
+        state_bytes = whole_bytes(runtime, seq_id, n_tokens)
+        draft_bytes = whole_bytes(draft, seq_id, n_tokens) if draft is not None else 0
+        self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens))
+        result, entry = self.alloc(
+            tokens,
+            state_bytes,
+            draft_bytes,
+            checkpoints,
+            rolling=runtime.traits.rolling,
+            namespace=namespace,
+        )
+        if entry is None:
+            return result
+        try:
+            state = read_whole(runtime, seq_id, n_tokens)
+            drafted = read_whole(draft, seq_id, n_tokens) if draft is not None else None
+            self.fill(entry, state, drafted)
+        except MemoryError as error:
+            self._out_of_memory(entry, error)
+            return Saving.NO_MEMORY
+        except StateError as error:
+            self.cancel(entry)
+            self._count("failed_save")
+            logger.warning("a prompt could not be saved: %s", error)
+            return Saving.FAILED
+        except BaseException:
+            self.cancel(entry)
+            raise
+        return Saving.SAVED
+
+    def alloc(
+        self,
+        tokens: IntArray,
+        state_bytes: int,
+        draft_bytes: int = 0,
+        checkpoints: CheckpointList | None = None,
+        *,
+        rolling: bool = False,
+        namespace: bytes = b"",
+    ) -> Allocated:
+        """Make room for an entry, in llama-server's order: refuse before anything is evicted.
+
+        Nothing is done when an entry contains the prompt already, or when the new one alone is
+        above the limit. Else entries that are prefixes of it go, then others by the policy, until
+        there is room, which is taken. The entry counts, but is not found before it is filled.
+
+        Returns:
+            The entry, for `fill` or `cancel`; or why there is none.
+
+        Raises:
+            InvalidValue: While another entry waits to be filled.
+        """
+        if self._pending is not None:
+            raise InvalidValue("an entry is waiting to be filled: fill or cancel it first")
+        if not self.enabled:
+            return Allocated(Saving.NOTHING)
+        if any(self._contains(entry, tokens, namespace) for entry in self._entries):
+            self._count("cached")
+            self._emit(AlreadyCached())
+            return Allocated(Saving.CACHED)
+        new = Entry(tokens, 0, rolling=rolling, namespace=namespace)
+        if not self._fit(new, state_bytes + draft_bytes, checkpoints):
+            self._count("refused")
+            self._emit(OverLimitSkipped(new.n_bytes, self._limit_bytes))
+            return Allocated(Saving.REFUSED)
+        for entry in self:
+            if self._is_obsolete(entry, new):
+                self._count("obsolete")
+                self._emit(ObsoleteRemoved(entry.n_tokens))
+                self._remove(entry)
+        while self._entries and self.used_bytes + new.n_bytes > self._limit_bytes:
+            self._evict(lambda entry: EvictedForRoom(entry.n_bytes))
+        self._budget.reserve(new.n_bytes)
+        self._pending = new
+        return Allocated(Saving.SAVED, new)
+
+    def fill(self, entry: Entry, state: Whole, draft: Whole | None = None) -> None:
+        """Give an allocated entry its states, and let it be found.
+
+        Raises:
+            StateError: When they are not of the size that was allocated; `cancel` the entry then.
+        """
+        held = entry.checkpoints.n_bytes if entry.checkpoints is not None else 0
+        n_bytes = state.n_bytes + (draft.n_bytes if draft is not None else 0) + held
+        if n_bytes != entry.n_bytes:
+            raise StateError(f"a prompt of {n_bytes:,} bytes was to have {entry.n_bytes:,}")
+        entry.state, entry.draft = state, draft
+        entry.created = entry.last_used = self._clock()
+        entry.sequence = self._sequence
+        entry.marginal = self._marginal
+        self._sequence += 1
+        self._entries.append(entry)
+        self._pending = None
+        self._count("saved")
+
+    def cancel(self, entry: Entry) -> None:
+        """Give back what was taken for an entry that will not be filled."""
+        if self._pending is entry:
+            self._pending = None
+            self._budget.release(entry.n_bytes)
+
+    def _fit(self, new: Entry, state_bytes: int, checkpoints: CheckpointList | None) -> bool:
+        """Choose the checkpoints that go into an entry; return whether it fits."""
+        first = _LEVELS.index(self._keep_checkpoints)
+        levels = _LEVELS[first:] if self.mode == "keep" else _LEVELS[first : first + 1]
+        for level in levels:
+            kept = checkpoints.copy(level) if checkpoints is not None else None
+            n_bytes = state_bytes + (kept.n_bytes if kept is not None else 0)
+            if level == levels[0]:
+                new.n_bytes = n_bytes  # what a refusal reports
+            if n_bytes <= self._limit_bytes:
+                if level != levels[0]:
+                    self._count("trimmed")
+                new.n_bytes, new.checkpoints = n_bytes, kept
+                return True
+        return False
+
+    def _contains(self, entry: Entry, tokens: IntArray, namespace: bytes) -> bool:
+        """Return whether `entry` makes one of `tokens` needless."""
+        n_tokens = int(tokens.size)
+        if entry.namespace != namespace or common_prefix(entry.tokens, tokens) < n_tokens:
+            return False
+        return self.mode == "upstream" or entry.reach(tokens, n_tokens) == n_tokens
+
+    def _is_obsolete(self, entry: Entry, new: Entry) -> bool:
+        """Return whether `new` makes `entry` needless."""
+        if entry.namespace != new.namespace:
+            return False
+        if common_prefix(entry.tokens, new.tokens) < entry.n_tokens:
+            return False
+        if self.mode == "upstream" or not entry.rolling:
+            return True
+        places = {kept.n_tokens for kept in new.checkpoints or ()} | {new.n_tokens}
+        return {entry.n_tokens, *(kept.n_tokens for kept in entry.checkpoints or ())} <= places
+
+    def _out_of_memory(self, entry: Entry, error: MemoryError) -> None:
+        """Do as llama-server when an allocation fails: less from now on."""
+        self.cancel(entry)
+        self._count("no_memory")
+        self._emit(AllocationFailed(str(error) or "out of memory"))
+        self._limit_bytes = max(1, int(SHRINK * self.used_bytes))
+        self._emit(LimitReduced(self._limit_bytes))
+        self.update()
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def load(
+        self,
+        runtime: Runtime,
+        seq_id: int,
+        held: IntArray,
+        prompt: IntArray,
+        *,
+        reach: int | None = None,
+        most: int | None = None,
+        namespace: bytes = b"",
+    ) -> Loaded:
+        """Put the entry that serves `prompt` best into a sequence, if it beats what is there.
+
+        Args:
+            runtime: Holds the sequence.
+            seq_id: Which sequence; what it held is gone when something is restored.
+            held: What it holds.
+            prompt: The request.
+            reach: How much of it the sequence can resume by itself (mode `keep`); the common
+                prefix if not given.
+            most: Tokens that may be restored at most (mode `keep`); all but one if not given.
+            namespace: As in `save`.
+
+        Returns:
+            Restored, no match (the sequence is as it was) or failed (it is empty). In mode
+            `upstream` the entry moves out when it is restored, and stays when that fails. In mode
+            `keep` it stays, unless its own bytes are to blame. Costs one pass over the entries and
+            the restore.
+        """
+        if not self.enabled:
+            return Loaded(Loading.NO_MATCH)
+        reach = common_prefix(held, prompt) if reach is None else reach
+        most = int(prompt.size) - 1 if most is None else most
+        entry, n_tokens = self._choose(held, prompt, reach, most, namespace)
+        if entry is None or entry.state is None:
+            self._count("misses")
+            return Loaded(Loading.NO_MATCH)
+        try:
+            self._restore(runtime, seq_id, entry, n_tokens)
+        except StateError as error:
+            self._count("failed_load")
+            logger.warning("a cached prompt could not be restored: %s", error)
+            runtime.clear(seq_id)
+            if runtime.draft is not None:
+                runtime.draft.clear(seq_id)
+            if self.mode == "keep" and getattr(error, "refused", None) is not None:
+                self._remove(entry)
+            cleared_all = bool(getattr(error, "cleared_all", False))
+            return Loaded(Loading.FAILED, cleared_all=cleared_all)
+        self._count("hits")
+        checkpoints = entry.checkpoints
+        if self.mode == "upstream":
+            self._remove(entry)
+        else:
+            self._use(entry, n_tokens)
+            checkpoints = checkpoints.copy() if checkpoints is not None else None
+        return Loaded(Loading.RESTORED, entry.tokens[:n_tokens], checkpoints)
+
+    def _choose(
+        self, held: IntArray, prompt: IntArray, reach: int, most: int, namespace: bytes
+    ) -> tuple[Entry | None, int]:
+        """Return the best entry and how many of its tokens to restore."""
+        common = common_prefix(held, prompt)
+        keep = ratio(common, held.size) if held.size else -1.0
+        sim = ratio(common, prompt.size)
+        self._emit(LoadBase(keep, sim))
+        best, best_reach = None, reach
+        for entry in self._entries:
+            if entry.namespace != namespace:
+                continue
+            shared = common_prefix(entry.tokens, prompt)
+            its_keep, its_sim = ratio(shared, entry.n_tokens), ratio(shared, prompt.size)
+            if self.mode == "keep":
+                its_reach = entry.reach(prompt, most)
+                # Of two that reach as far the one used last is the likelier to be used again.
+                if its_reach < best_reach or (its_reach == best_reach and best is None):
+                    continue
+                if best and its_reach == best_reach and entry.last_used < best.last_used:
+                    continue
+                best_reach = its_reach
+            elif its_keep < LEAST_KEEP or its_keep <= keep or its_sim <= sim:
+                continue
+            best, keep, sim = entry, its_keep, its_sim
+        if best is not None:
+            self._emit(LoadFound(keep, sim))
+            return best, best_reach if self.mode == "keep" else best.n_tokens
+        return None, 0
+
+    def _restore(self, runtime: Runtime, seq_id: int, entry: Entry, n_tokens: int) -> None:
+        if entry.state is None:
+            raise IntegrityError(f"{entry!r} was never filled")
+        checkpoint = entry.state.checkpoint
+        if entry.rolling and n_tokens < entry.n_tokens:
+            checkpoint = entry.checkpoint_at(n_tokens)
+        runtime.restore(seq_id, n_tokens, entry.state.segments_to(n_tokens), checkpoint)
+        draft, state = runtime.draft, entry.draft
+        if draft is None:
+            return
+        if state is None or (state.checkpoint is not None and n_tokens < state.n_tokens):
+            draft.clear(seq_id)  # its owner evaluates the prompt again
+        else:
+            draft.restore(seq_id, n_tokens, state.segments_to(n_tokens), state.checkpoint)
+
+    def _use(self, entry: Entry, n_tokens: int) -> None:
+        """Record a hit."""
+        entry.hits += 1
+        entry.last_used = self._clock()
+        for kept in entry.checkpoints or ():
+            if kept.n_tokens == n_tokens < entry.n_tokens:
+                kept.hits += 1
+                kept.last_used = entry.last_used
+        if self._refresh_on_hit:
+            entry.created, entry.sequence = entry.last_used, self._sequence
+            self._sequence += 1
+            self._entries.remove(entry)
+            self._entries.append(entry)
+
+    # -- keeping it small --------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Evict until both limits hold, and report what is left.
+
+        First the bytes. The limit on tokens then in force is the larger of the one that was set
+        and what the bytes would have room for, at the average size of a token in the cache. So
+        while there is a limit on bytes, the one on tokens is never the tighter one; llama-server
+        rounds to single precision on the way, and at times evicts an entry because of that.
+        """
+        while self._entries and self.used_bytes > self._limit_bytes:
+            self._evict(lambda entry: EvictedOverLimit(entry.n_bytes))
+        if self._budget.capacity_bytes != self._limit_bytes:
+            self._budget.resize(self._limit_bytes)
+        limit = self._token_limit()
+        while self.limit_tokens and self._entries and self.n_tokens > limit:
+            self._evict(lambda e: EvictedOverTokenLimit(e.n_bytes, self.limit_tokens, limit))
+        if not self.enabled:
+            return
+        self._emit(
+            CacheState(
+                self.used_bytes, len(self._entries), self._limit_bytes, self.limit_tokens, limit
+            )
+        )
+        for entry in self._entries:
+            name, count = f"{entry.sequence:#x}", entry.n_checkpoints
+            self._emit(CachedPrompt(entry.n_bytes, name, entry.n_tokens, count))
+
+    def _token_limit(self) -> int:
+        """Return the limit on tokens that is in force."""
+        used, n_tokens, limit = self.used_bytes, max(1, self.n_tokens), self._limit_bytes
+        if self.mode == "keep":
+            raised = limit * n_tokens // max(used, n_tokens)
+        else:
+            per_token = max(np.float32(1), np.float32(used) / np.float32(n_tokens))
+            raised = int(np.float32(limit) / per_token)
+        return max(self.limit_tokens, raised)
+
+    def _evict(self, event: Callable[[Entry], Event]) -> None:
+        """Evict the entry that the policy ranks first; costs one pass over the entries."""
+        now = self._clock()
+        entry = min(self._entries, key=lambda entry: self.policy.rank(entry, now))
+        self._count("evicted")
+        self._emit(event(entry))
+        self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self._entries.remove(entry)
+        self._budget.release(entry.n_bytes)
+
+    def _marginal(self, entry: Entry) -> int:
+        """Return what no other entry could resume of this one. Costs one pass over the others."""
+        others = (other for other in self._entries if other is not entry)
+        reached = (
+            other.reach(entry.tokens, entry.n_tokens)
+            for other in others
+            if other.namespace == entry.namespace
+        )
+        return entry.n_tokens - max(reached, default=0)
+
+    def _count(self, what: str) -> None:
+        self.counters[what] = self.counters.get(what, 0) + 1
+
+    def check(self) -> None:
+        """Compare the count of bytes with what is there.
+
+        Raises:
+            IntegrityError: With both numbers, or the entry that is half there.
+        """
+        total = self._pending.n_bytes if self._pending is not None else 0
+        for entry in self._entries:
+            if entry.state is None or entry.state.n_tokens != entry.n_tokens:
+                raise IntegrityError(f"{entry!r} has no state of its tokens")
+            held = entry.state.n_bytes + (entry.draft.n_bytes if entry.draft is not None else 0)
+            held += entry.checkpoints.n_bytes if entry.checkpoints is not None else 0
+            if held != entry.n_bytes:
+                raise IntegrityError(f"{entry!r} holds {held:,} bytes")
+            total += held
+        if total != self.used_bytes:
+            raise IntegrityError(f"{self.used_bytes:,} bytes are counted, {total:,} are kept")
+        if self._pending is None and total > self._limit_bytes:
+            raise IntegrityError(f"{total:,} bytes are kept, above {self._limit_bytes:,}")

@@ -1,0 +1,296 @@
+"""One slot: a sequence, its tokens and its checkpoints, kept true whatever fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from llamakeep.checkpoints import CheckpointList
+from llamakeep.entries import no_tokens
+from llamakeep.errors import IntegrityError, InvalidValue, StateError
+from llamakeep.runtime.base import Runtime
+from llamakeep.states import Checkpoint, DeviceCheckpoint
+from llamakeep.tokens import IntArray, common_prefix
+
+logger = logging.getLogger("llamakeep")
+
+
+class Slot:
+    """One sequence, what it holds and its checkpoints.
+
+    Its tokens are those that were evaluated: a sampled token belongs to them only once it is
+    evaluated in turn, so a request for one token leaves exactly its prompt. They are forgotten
+    before the sequence is moved and known again after it, so whatever is raised in between leaves
+    the slot whole or empty.
+
+    Args:
+        slot_id: Its number, that of the sequence too.
+        runtime: Holds the sequence, and the draft model's.
+        checkpoints: An empty list.
+        n_ubatch: Tokens of a physical batch.
+        failures: Counts what failed.
+
+    Attributes:
+        tokens: What was evaluated into it.
+        last_used: When its last task ended; -1 before the first.
+        kind: The kind of task that filled it.
+        cleared_all: A failure of this slot emptied every sequence of the runtime, and its owner
+            has not been told the other slots yet.
+    """
+
+    def __init__(
+        self,
+        slot_id: int,
+        runtime: Runtime,
+        checkpoints: CheckpointList,
+        *,
+        n_ubatch: int,
+        failures: dict[str, int],
+    ) -> None:
+        self.slot_id = slot_id
+        self.tokens = no_tokens()
+        self.checkpoints = checkpoints
+        self.last_used = -1.0
+        self.kind = ""
+        self.cleared_all = False
+        self._runtime = runtime
+        self._n_ubatch = n_ubatch
+        self._failures = failures
+
+    def __repr__(self) -> str:
+        held = f"{self.n_tokens} tokens, {len(self.checkpoints)} checkpoints"
+        return f"Slot({self.slot_id}: {held})"
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens it holds."""
+        return int(self.tokens.size)
+
+    # -- whole or empty ----------------------------------------------------------------------------
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Know nothing while the sequence is moved; what is raised inside empties the slot.
+
+        Whoever moves it sets `tokens` afterwards.
+        """
+        self.tokens = no_tokens()
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Empty the slot, its sequences and its checkpoints."""
+        self.tokens, self.kind = no_tokens(), ""
+        self.checkpoints.clear()
+        self._runtime.clear(self.slot_id)
+        if self._runtime.draft is not None:
+            self._runtime.draft.clear(self.slot_id)
+
+    def broken(self, what: str, error: Exception) -> None:
+        """Count a failure and empty the slot."""
+        self.count_failure(what)
+        logger.warning("slot %d is empty: %s failed: %s", self.slot_id, what, error)
+        self.forget()
+        self.cleared_all = self.cleared_all or bool(getattr(error, "cleared_all", False))
+
+    def count_failure(self, what: str) -> None:
+        """Count something that failed."""
+        self._failures[what] = self._failures.get(what, 0) + 1
+
+    # -- how much of a prompt is here --------------------------------------------------------------
+
+    def reach(self, prompt: IntArray, most: int) -> int:
+        """Return how many tokens of a prompt, at most `most`, the slot can resume by itself."""
+        limit = min(common_prefix(self.tokens, prompt), most)
+        if not limit or self._runtime.can_rewind(self.slot_id, limit):
+            return limit
+        return self._deepest(limit)[0]
+
+    def copyable(self, prompt: IntArray, most: int) -> int:
+        """Return how many tokens of a prompt another slot can have of this one."""
+        limit = min(common_prefix(self.tokens, prompt), most)
+        if self._runtime.traits.rolling and limit < self.n_tokens:
+            return self._deepest(limit)[0]
+        return limit
+
+    def _deepest(self, limit: int) -> tuple[int, Checkpoint | None]:
+        """Return the deepest checkpoint that is at most at `limit`."""
+        listed = [kept.data for kept in self.checkpoints if kept.n_tokens <= limit]
+        states = [state for state in listed if isinstance(state, Checkpoint)]
+        if not states:
+            return 0, None
+        deepest = max(states, key=lambda state: state.position)
+        return deepest.position, deepest
+
+    # -- resuming ----------------------------------------------------------------------------------
+
+    def copy_from(self, source: Slot, n_tokens: int) -> None:
+        """Hold what `source` holds up to `n_tokens`, one of its `copyable` positions."""
+        checkpoint = None
+        if self._runtime.traits.rolling and n_tokens < source.n_tokens:
+            checkpoint = source._deepest(n_tokens)[1]
+        with self.moving():
+            try:
+                self._runtime.copy(source.slot_id, self.slot_id, n_tokens, checkpoint)
+            except StateError as error:
+                self.broken("copy", error)
+                return
+        self.tokens, self.kind = source.tokens[:n_tokens], source.kind
+        self.checkpoints = source.checkpoints.copy()
+
+    def resume(self, prompt: IntArray, most: int) -> int:
+        """Cut the slot back to what it shares with the prompt, as far as its memory allows it.
+
+        Args:
+            prompt: The request.
+            most: Tokens that may be in common at most.
+
+        Returns:
+            Tokens of the prompt that it holds now: at least one is left to evaluate.
+        """
+        common, traits = min(common_prefix(self.tokens, prompt), most), self._runtime.traits
+        found = self.checkpoints.resume(
+            common,
+            prompt,
+            pos_next=common,
+            live_pos_min=self._pos_min(),
+            n_swa=0 if traits.dense or traits.whole_because else traits.n_swa,
+            n_new=int(prompt.size) - common,
+            n_live=self.n_tokens,
+        )
+        data = found.checkpoint.data if found.checkpoint is not None else None
+        self._cut(prompt[: found.n_past], data)
+        return self.n_tokens
+
+    def _pos_min(self) -> int:
+        """Return the first position that the slot holds; whole states are true at one only."""
+        if self._runtime.traits.whole_because:
+            return self.n_tokens - 1
+        return self._runtime.positions(self.slot_id).pos_min
+
+    def _cut(self, tokens: IntArray, checkpoint: Checkpoint | DeviceCheckpoint | None) -> None:
+        """Cut the slot back in place, or empty it when that fails."""
+        n_past, runtime = int(tokens.size), self._runtime
+        if n_past == self.n_tokens:
+            return
+        with self.moving():
+            try:
+                if checkpoint is not None:
+                    runtime.rewind(self.slot_id, checkpoint.position, checkpoint)
+                # llama-server goes on one token before the end of a checkpoint with a window.
+                runtime.rewind(self.slot_id, n_past)
+            except (StateError, InvalidValue) as error:
+                self.broken("rewind", error)
+                return
+        self.tokens = tokens
+
+    # -- evaluating --------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        prompt: IntArray,
+        user_starts: Sequence[int],
+        *,
+        task: int,
+        takes: bool,
+        make_room: Callable[[int], None],
+    ) -> None:
+        """Evaluate the rest of the prompt in batches, taking checkpoints on the way.
+
+        A batch ends where the list of checkpoints says so. One is taken before the batch that
+        starts there is evaluated, as llama-server does.
+
+        Args:
+            prompt: Begins with what the slot holds.
+            user_starts: Positions where a user message starts, ascending.
+            task: The task's number.
+            takes: Whether to take checkpoints at all.
+            make_room: Called with the number of tokens before each batch.
+        """
+        runtime, listed, n_prompt = self._runtime, self.checkpoints, int(prompt.size)
+        takes = takes and runtime.traits.rolling
+        self._draft_follows()
+        while self.n_tokens < n_prompt:
+            start = self.n_tokens
+            end = min(start + runtime.n_batch, n_prompt)
+            if takes:
+                points = listed.split_points(
+                    start,
+                    n_prompt,
+                    n_batch=runtime.n_batch,
+                    n_ubatch=self._n_ubatch,
+                    user_starts=user_starts,
+                )
+                end = min([end, *(point for point in points if point > start)])
+                if listed.wants(
+                    start,
+                    n_prompt=n_prompt,
+                    n_ubatch=self._n_ubatch,
+                    user_starts=user_starts,
+                    batch_end=end,
+                ):
+                    self._take(task)
+            make_room(end - start)
+            self.evaluate(prompt, start, end)
+
+    def evaluate(self, tokens: IntArray, start: int, end: int) -> None:
+        """Evaluate tokens [start, end), which follow those the slot holds.
+
+        Raises:
+            DecodeError: When the runtime fails; the slot is empty then.
+        """
+        with self.moving():
+            self._runtime.evaluate(self.slot_id, tokens[start:end])
+            if self._runtime.draft is not None:
+                self._runtime.draft.evaluate(self.slot_id, tokens[start:end])
+        self.tokens = tokens[:end]
+
+    def _take(self, task: int) -> None:
+        """Take a checkpoint of the slot as it is."""
+        runtime, seq_id = self._runtime, self.slot_id
+        try:
+            self.checkpoints.take(
+                runtime.checkpoint_bytes(seq_id),
+                lambda: runtime.read_checkpoint(seq_id),
+                id_task=task,
+                pos_min=self._pos_min(),
+                pos_max=self.n_tokens - 1,
+                n_tokens=self.n_tokens,
+                tokens=self.tokens,
+            )
+        except StateError as error:
+            self.count_failure("checkpoint")
+            logger.warning("no checkpoint was taken: %s", error)
+
+    def _draft_follows(self) -> None:
+        """Bring the draft model's sequence to the same tokens; it evaluates what it must."""
+        draft, tokens, seq_id = self._runtime.draft, self.tokens, self.slot_id
+        if draft is None:
+            return
+        n_tokens = self.n_tokens
+        with self.moving():
+            held = draft.positions(seq_id).n_tokens
+            if held < n_tokens or not draft.can_rewind(seq_id, n_tokens):
+                draft.clear(seq_id)
+                draft.evaluate(seq_id, tokens)
+            else:
+                draft.rewind(seq_id, n_tokens)
+        self.tokens = tokens
+
+    def check(self) -> None:
+        """Compare what the slot thinks with what the runtime holds.
+
+        Raises:
+            IntegrityError: With both numbers.
+        """
+        held = self._runtime.positions(self.slot_id).n_tokens
+        if held != self.n_tokens:
+            raise IntegrityError(f"{self!r}, but its sequence holds {held}")
+        self.checkpoints.check()
+        for kept in self.checkpoints:
+            if kept.n_tokens > self.n_tokens:
+                raise IntegrityError(f"{self!r} has a checkpoint at {kept.n_tokens}")

@@ -1,0 +1,426 @@
+"""llama-server's slots: which one serves a prompt, what is saved of it, where it goes on.
+
+`Slots.serve` does for one request what llama-server does from the moment a slot is chosen to the
+prompt's last token. Mode `upstream` follows llama-server step by step (see `PromptCache` for the
+cache's part):
+
+1. Choose: the slot that shares the most with the prompt, if that is more than `similarity` of it;
+   else the one used least recently, of equals the last.
+2. Save and load, for completions only: when the slot was chosen by recency, or would lose more
+   than half of what it holds.
+3. Save the idle slots, and empty them under a unified cache. llama-server does this whatever
+   kind of task is launched.
+4. Resume: at the common prefix, or at a checkpoint where the memory cannot be cut.
+5. Evaluate the rest in batches, each ended where a checkpoint will be taken. One is taken before
+   the batch that starts there is evaluated.
+
+Mode `keep` differs in 2 and 3: a completion is saved whenever it would lose a single token, and
+the prompt is looked up whatever was chosen and why, in the other slots too; what another kind of
+task left is never saved; idle slots are emptied only when the cache has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from llamakeep.checkpoints import MIN_EVALUATED, CheckpointList, Restore
+from llamakeep.entries import Loaded, Loading, Saving, ratio
+from llamakeep.errors import (
+    ContextOverflow,
+    InvalidValue,
+    TokenError,
+    whole_number,
+)
+from llamakeep.events import (
+    Emit,
+    Event,
+    LoadFailed,
+    PromptCleared,
+    SavingIdleSlot,
+    SlotByLru,
+    SlotBySimilarity,
+    SlotPurged,
+    log,
+)
+from llamakeep.policy import Policy
+from llamakeep.prompt_cache import CacheMode, PromptCache
+from llamakeep.runtime.base import Runtime
+from llamakeep.slot import Slot
+from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
+
+logger = logging.getLogger("llamakeep")
+
+Purge: TypeAlias = Literal["first", "lru", "longest"]
+
+COMPLETION: Final = "completion"
+KINDS: Final = (COMPLETION, "infill", "embedding", "rerank")
+"""Kinds of tasks. Only the first uses the cache and takes checkpoints; the last two reuse nothing,
+not even what is live."""
+_STATELESS: Final = ("embedding", "rerank")
+LEAST_KEPT: Final = 0.5
+"""llama-server saves a slot that would lose more than this share of what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How one request was served.
+
+    Attributes:
+        slot_id: By which slot.
+        evaluated_tokens: Prompt tokens that were evaluated.
+        reused_tokens: Prompt tokens that were not.
+        loaded: What the search of the cache gave; None when it was not searched.
+        events: What happened, in order.
+    """
+
+    slot_id: int
+    evaluated_tokens: int
+    reused_tokens: int
+    loaded: Loading | None
+    events: tuple[Event, ...]
+
+
+class Slots:
+    """The slots of one context, over one prompt cache. One thread at a time, the context's owner.
+
+    Args:
+        runtime: Holds a sequence for each slot.
+        cache: What slots are saved to; it may serve several contexts of one model.
+        similarity: Share of a prompt that a slot must hold to be chosen for it; 0 chooses by
+            recency alone.
+        ctx_checkpoints: Most checkpoints of a slot; 0 for none.
+        checkpoint_min_step: Least tokens between checkpoints at user messages.
+        cache_idle_slots: Save the slots that are idle when a task starts.
+        purge: Which idle slot is emptied when the context is full: the first, the one used least
+            recently, the one that holds most. It is saved first; llama-server's way is mode
+            `upstream` with `first`, and loses it.
+        mode: `upstream` or `keep`; that of the cache if not given.
+        n_ubatch: Tokens of a physical batch: decides where checkpoints near a prompt's end are.
+        kv_unified: Slots share the cells of one cache, so an idle one is emptied once saved.
+        restore: Which checkpoints are restored, see `CheckpointList`; `upstream` or `prefix` by
+            the mode, if not given.
+        checkpoint_policy: Which checkpoint goes first, see `CheckpointList`.
+        checkpoint_bytes: Limit on the bytes of a slot's checkpoints.
+        min_evaluated: Tokens of a prompt that are evaluated at least, in mode `keep`. Positions
+            are not aligned, so warm runs round as cold ones only where batch shape does not matter.
+        namespace: What makes states incompatible with those of others in the cache.
+        emit: Takes events, beside what `serve` returns.
+        clock: Seconds.
+
+    Attributes:
+        slots: All of them.
+        failures: How often a save, load, rewind, copy or checkpoint failed.
+
+    Raises:
+        InvalidValue: For an argument that is none of these.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: PromptCache,
+        *,
+        similarity: float = 0.1,
+        ctx_checkpoints: int = 32,
+        checkpoint_min_step: int = 8192,
+        cache_idle_slots: bool = True,
+        purge: Purge = "first",
+        mode: CacheMode | None = None,
+        n_ubatch: int | None = None,
+        kv_unified: bool = True,
+        restore: Restore | None = None,
+        checkpoint_policy: str | Policy | None = None,
+        checkpoint_bytes: int | None = None,
+        min_evaluated: int = MIN_EVALUATED,
+        namespace: bytes = b"",
+        emit: Emit = log,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        mode = cache.mode if mode is None else mode
+        if mode not in ("upstream", "keep"):
+            raise InvalidValue(f"mode must be upstream or keep, not {mode!r}")
+        if purge not in ("first", "lru", "longest"):
+            raise InvalidValue(f"purge must be first, lru or longest, not {purge!r}")
+        if not 0 <= similarity <= 1:
+            raise InvalidValue(f"similarity must be between 0 and 1, not {similarity!r}")
+        if cache_idle_slots and not cache.enabled and runtime.n_seqs > 1:
+            logger.warning("idle slots are not saved: the prompt cache is off")
+        self.mode: CacheMode = mode
+        self._runtime = runtime
+        self._cache = cache
+        self._similarity = similarity
+        self._cache_idle = cache_idle_slots and cache.enabled
+        self._purge: Purge = purge
+        self._kv_unified = kv_unified
+        self._namespace = namespace
+        self._emit_to = emit
+        self._clock = clock
+        self._events: list[Event] = []
+        self._tasks = itertools.count()
+        self._min_evaluated = min_evaluated
+        self.failures: dict[str, int] = {}
+        restore = ("upstream" if mode == "upstream" else "prefix") if restore is None else restore
+        checkpoints = CheckpointList(
+            ctx_checkpoints,
+            checkpoint_min_step,
+            checkpoint_bytes,
+            restore=restore,
+            policy=checkpoint_policy,
+            min_evaluated=min_evaluated,
+            emit=self._emit,
+            clock=clock,
+        )
+        n_ubatch = min(512, runtime.n_batch) if n_ubatch is None else n_ubatch
+        n_ubatch = min(whole_number("n_ubatch", n_ubatch, 1), runtime.n_batch)
+        self.slots = tuple(
+            Slot(n, runtime, checkpoints.copy(), n_ubatch=n_ubatch, failures=self.failures)
+            for n in range(runtime.n_seqs)
+        )
+
+    def __repr__(self) -> str:
+        return f"Slots({self.mode}, {', '.join(map(repr, self.slots))})"
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._emit_to(event)
+
+    # -- one request -------------------------------------------------------------------------------
+
+    def serve(
+        self,
+        prompt: TokensLike,
+        *,
+        user_starts: Sequence[int] = (),
+        kind: str = COMPLETION,
+        slot: int | None = None,
+        answer: TokensLike = (),
+    ) -> Served:
+        """Bring a slot to hold `prompt`, evaluating as little as the mode allows.
+
+        Args:
+            prompt: At least one token.
+            user_starts: Positions where a user message starts, ascending.
+            kind: One of `KINDS`.
+            slot: Serve in this one, whatever it holds.
+            answer: Tokens decoded after the prompt, one by one; not what was sampled last, which
+                no one has evaluated yet.
+
+        Raises:
+            TokenError: For an empty prompt or a token outside the vocabulary; nothing changes.
+            ContextOverflow: For more tokens than the context has; nothing changes.
+            InvalidValue: For another kind, or a slot that does not exist; nothing changes.
+            DecodeError: When the runtime fails; the slot is empty then. Other slots and the cache
+                are whole whatever is raised.
+        """
+        tokens, n_prompt = self._checked(prompt, answer)
+        if kind not in KINDS:
+            raise InvalidValue(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+        if slot is not None and not 0 <= slot < len(self.slots):
+            raise InvalidValue(f"slot {slot} is outside 0 to {len(self.slots) - 1}")
+        wanted = tokens[:n_prompt]
+        self._events = []
+        with self._cache.heard_by(self._events.append):
+            chosen, update = self._choose(wanted, slot)
+            loaded = None
+            if kind == COMPLETION and self._cache.enabled and (update or self.mode == "keep"):
+                loaded = self._swap(chosen, wanted)
+            if self._cache_idle and (kind == COMPLETION or self.mode == "upstream"):
+                self._save_idle(chosen)
+            n_past = chosen.resume(wanted, 0 if kind in _STATELESS else n_prompt)
+            self._others_too(chosen)
+            chosen.kind = kind
+            chosen.prefill(
+                wanted,
+                user_starts,
+                task=next(self._tasks),
+                takes=kind == COMPLETION,
+                make_room=lambda n_tokens: self._make_room(chosen, n_tokens),
+            )
+            for position in range(n_prompt, tokens.size):
+                self._make_room(chosen, 1)
+                chosen.evaluate(tokens, position, position + 1)
+        chosen.last_used = self._clock()
+        result = loaded.result if loaded is not None else None
+        return Served(chosen.slot_id, n_prompt - n_past, n_past, result, tuple(self._events))
+
+    def _checked(self, prompt: TokensLike, answer: TokensLike) -> tuple[IntArray, int]:
+        """Return prompt and answer as one array of our own, and where the answer starts."""
+        n_vocab = self._runtime.n_vocab
+        parts = [as_tokens(part, n_vocab=n_vocab) for part in (prompt, answer)]
+        tokens = np.concatenate(parts)
+        if not parts[0].size:
+            raise TokenError("a prompt has at least one token")
+        if tokens.size > self._runtime.n_ctx:
+            raise ContextOverflow(
+                f"{tokens.size} tokens exceed the context of {self._runtime.n_ctx}"
+            )
+        tokens.flags.writeable = False
+        return tokens, int(parts[0].size)
+
+    def _choose(self, prompt: IntArray, pinned: int | None) -> tuple[Slot, bool]:
+        """Return the slot for a prompt, and whether llama-server would update the cache.
+
+        In single precision, as llama-server: at a share of exactly one half its rounding may
+        decide either way. A pinned slot that shares too little counts as sharing nothing; one
+        that is empty is not updated at all, as 0/0 is not below one half.
+        """
+        best = self.slots[pinned] if pinned is not None else None
+        if self._similarity:
+            best_sim = 0.0
+            for slot in self.slots if best is None else (best,):
+                if not slot.n_tokens:
+                    continue
+                sim = ratio(common_prefix(slot.tokens, prompt), prompt.size)
+                if sim > best_sim and sim > float(np.float32(self._similarity)):
+                    best_sim, best = sim, slot
+            if best is not None:
+                if not best.n_tokens:
+                    return best, False
+                shared = np.float32(best_sim) * np.float32(prompt.size)
+                keep = float(shared / np.float32(best.n_tokens))
+                if pinned is None:
+                    event = SlotBySimilarity(best.slot_id, best_sim, self._similarity, keep)
+                    self._emit(event)
+                return best, keep < LEAST_KEPT
+        if best is not None:
+            return best, False
+        # Of slots that were used at the same time llama-server takes the last.
+        slot = min(reversed(self.slots), key=lambda slot: slot.last_used)
+        used = int(slot.last_used * 1e6) if slot.last_used >= 0 else -1
+        self._emit(SlotByLru(slot.slot_id, used))
+        return slot, True
+
+    # -- saving and loading ------------------------------------------------------------------------
+
+    def _swap(self, slot: Slot, prompt: IntArray) -> Loaded:
+        """Save what the slot would lose, and load what serves the prompt better."""
+        if self.mode == "upstream":
+            self._save(slot)
+            loaded = self._load(slot, prompt, None)
+        else:
+            if common_prefix(slot.tokens, prompt) < slot.n_tokens:
+                self._save(slot)
+            self._make_room(slot, int(prompt.size) - slot.n_tokens)
+            most = self._most(prompt)
+            own = slot.reach(prompt, most)
+            other, others = self._best_other(slot, prompt)
+            loaded = self._load(slot, prompt, max(own, others))
+            if loaded.result is Loading.FAILED:
+                own, (other, others) = 0, self._best_other(slot, prompt)
+            if loaded.result is not Loading.RESTORED and other is not None and others > own:
+                slot.copy_from(other, others)
+                self._others_too(slot)
+        self._cache.update()
+        return loaded
+
+    def _save(self, slot: Slot) -> Saving:
+        if self.mode == "keep" and slot.kind != COMPLETION:
+            return Saving.NOTHING  # nobody asks for it again
+        saved = self._cache.save(
+            self._runtime, slot.slot_id, slot.tokens, slot.checkpoints, namespace=self._namespace
+        )
+        if saved is Saving.FAILED:
+            slot.count_failure("save")
+        return saved
+
+    def _load(self, slot: Slot, prompt: IntArray, reach: int | None) -> Loaded:
+        held = slot.tokens
+        with slot.moving():
+            loaded = self._cache.load(
+                self._runtime,
+                slot.slot_id,
+                held,
+                prompt,
+                reach=reach,
+                most=self._most(prompt),
+                namespace=self._namespace,
+            )
+        if loaded.result is Loading.NO_MATCH:
+            slot.tokens = held
+        elif loaded.result is Loading.RESTORED:
+            slot.tokens, slot.kind = loaded.tokens, COMPLETION
+            slot.checkpoints = loaded.checkpoints or slot.checkpoints.copy("none")
+        else:
+            slot.count_failure("load")
+            self._emit(LoadFailed(slot.slot_id))
+            self._emit(PromptCleared(slot.slot_id, int(held.size)))
+            slot.forget()
+            slot.cleared_all = loaded.cleared_all
+            self._others_too(slot)
+        return loaded
+
+    def _most(self, prompt: IntArray) -> int:
+        """Return how many tokens of a prompt may be reused."""
+        return max(0, int(prompt.size) - self._min_evaluated)
+
+    def _save_idle(self, chosen: Slot) -> None:
+        for slot in self.slots:
+            if slot is chosen:
+                continue
+            self._emit(SavingIdleSlot(slot.slot_id))
+            saved = self._save(slot)
+            if saved is Saving.SAVED:
+                self._cache.update()
+            kept = self.mode == "upstream" or saved in (Saving.SAVED, Saving.CACHED)
+            if self._kv_unified and (kept or slot.kind in _STATELESS):
+                self._clear(slot)
+
+    def _make_room(self, slot: Slot, n_tokens: int) -> None:
+        """Empty idle slots, one by one, until the context has room for `n_tokens` more."""
+        if not (self._kv_unified and self._runtime.traits.family.has_rows):
+            return
+        while sum(each.n_tokens for each in self.slots) + n_tokens > self._runtime.n_ctx:
+            idle = [each for each in self.slots if each is not slot and each.n_tokens]
+            if not idle:
+                return  # the runtime says what is wrong
+            if self._purge == "lru":
+                victim = min(idle, key=lambda each: each.last_used)
+            elif self._purge == "longest":
+                victim = max(idle, key=lambda each: each.n_tokens)
+            else:
+                victim = idle[0]
+            if self.mode == "keep" or self._purge != "first":
+                self._save(victim)
+            self._emit(SlotPurged(victim.slot_id, victim.n_tokens))
+            self._clear(victim)
+
+    def _best_other(self, slot: Slot, prompt: IntArray) -> tuple[Slot | None, int]:
+        """Return the other slot that has the most of a prompt to copy."""
+        best, reach = None, 0
+        for other in self.slots:
+            its_reach = other.copyable(prompt, self._most(prompt))
+            if other is not slot and other.kind == COMPLETION and its_reach > reach:
+                best, reach = other, its_reach
+        return best, reach
+
+    def _others_too(self, slot: Slot) -> None:
+        """Forget what the other slots held, if a failure of this one emptied them."""
+        if slot.cleared_all:
+            slot.cleared_all = False
+            for each in self.slots:
+                each.forget()
+
+    def _clear(self, slot: Slot) -> None:
+        self._emit(PromptCleared(slot.slot_id, slot.n_tokens))
+        slot.forget()
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot, its checkpoints with it; what the cache has stays."""
+        self._clear(self.slots[slot])
+
+    def check(self) -> None:
+        """Compare what slots and cache think with what is there.
+
+        Raises:
+            IntegrityError: With both numbers.
+        """
+        for slot in self.slots:
+            slot.check()
+        self._cache.check()
