@@ -50,6 +50,20 @@ def test_a_key_shorter_than_the_prompt_is_found() -> None:
     assert index.longest_common_prefix([7, 8, 9]) == (1, (7,))
 
 
+@pytest.mark.parametrize("query", [(1, 2, 3, 4, 9), (1, 2, 3), (1, 2, 7), (1, 9), (1, 2), ()])
+@pytest.mark.parametrize("how", ["longest_prefix", "longest_common_prefix"])
+def test_a_lookup_that_touches_is_a_lookup_and_a_touch(query: Key, how: str) -> None:
+    keys: list[Key] = [(1, 2), (1, 2, 3, 4), (1, 2, 3, 5), (1, 6), (8,)]
+    one, two = index_of(*keys), index_of(*keys)
+    found = getattr(one, how)(query, touch=True)
+    assert found == getattr(two, how)(query)
+    if found[1] is not None:
+        two.touch(found[1])
+    one.check()
+    for each in [(1,), (1, 2, 3), (1, 2, 3, 9), (8,)]:
+        assert one.longest_common_prefix(each) == two.longest_common_prefix(each)
+
+
 def test_a_key_that_diverges_is_a_common_prefix_only() -> None:
     index = index_of((1, 9, 9, 9))
     assert index.longest_common_prefix([1, 2, 3]) == (1, (1, 9, 9, 9))

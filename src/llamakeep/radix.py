@@ -476,24 +476,39 @@ class RadixIndex(Generic[V]):
         held.value = value
         self._touch(nodes, held)
 
-    def longest_prefix(self, tokens: TokensLike) -> tuple[int, V | None]:
+    def longest_prefix(self, tokens: TokensLike, *, touch: bool = False) -> tuple[int, V | None]:
         """Find the longest key that is wholly a prefix of `tokens`.
+
+        Args:
+            tokens: What it shall be a prefix of.
+            touch: Make it the newest, for less than `touch` costs.
 
         Returns:
             The key's length and value; (0, None) when there is none. An empty key is a prefix
             of everything.
         """
-        for node, point in reversed(descend(self._root, tokens).nodes):
+        nodes = descend(self._root, tokens).nodes
+        while nodes:
+            node, point = nodes[-1]
             held = node.value_up_to(point)
             if held is not None:
+                if touch:
+                    self._touch(nodes, held)
                 return held.start, held.value
+            nodes.pop()
         return 0, None
 
-    def longest_common_prefix(self, tokens: TokensLike) -> tuple[int, V | None]:
+    def longest_common_prefix(
+        self, tokens: TokensLike, *, touch: bool = False
+    ) -> tuple[int, V | None]:
         """Find the key that shares the most leading tokens with `tokens`, at least one.
 
         The key may diverge after them, or be longer than `tokens`. Among several, a key that is
         wholly a prefix of `tokens` wins, then the most recently inserted or touched.
+
+        Args:
+            tokens: What is looked for.
+            touch: Make the key the newest, for less than `touch` costs.
 
         Returns:
             The number of tokens shared and the key's value; (0, None) when there is none.
@@ -505,7 +520,10 @@ class RadixIndex(Generic[V]):
         # A node holds no more than its keys need, so some key runs through the point reached.
         entry = node.value_at(n_tokens) or node.newest(n_tokens)
         while isinstance(entry, _KeyNode):
+            nodes.append((entry, entry.start))
             entry = entry.order[-1]
+        if touch:
+            self._touch(nodes, entry)
         return n_tokens, entry.value
 
     def contains(self, tokens: TokensLike) -> bool:

@@ -291,7 +291,7 @@ class IndexedCache(BaseLlamaCache):
         with self._lock:
             while True:
                 index = self._index()
-                n_shared, entry = self._search(index, tokens)
+                n_shared, entry = self._search(index, tokens, touch=True)
                 if self.verbose:
                     self._say(n_shared, tokens, entry)
                 if entry is None:
@@ -310,7 +310,6 @@ class IndexedCache(BaseLlamaCache):
                 self._tally.report(f"rejected_{problem.why}", f"a state is not used: {problem}")
                 raise KeyError("Key not found")
             self._backing.touch(entry)
-            index.touch(entry.tokens)
             self._tally.count("hits")
             return snapshot.revive(self._reader.n_ctx)
 
@@ -370,7 +369,9 @@ class IndexedCache(BaseLlamaCache):
     # -- for the classes that users see ------------------------------------------------------------
 
     @abstractmethod
-    def _search(self, index: RadixIndex[Entry], tokens: IntArray) -> tuple[int, Entry | None]:
+    def _search(
+        self, index: RadixIndex[Entry], tokens: IntArray, *, touch: bool = False
+    ) -> tuple[int, Entry | None]:
         """Return how many tokens are shared with the best key, and that key's entry."""
 
     def _missing(self, index: RadixIndex[Entry]) -> str:

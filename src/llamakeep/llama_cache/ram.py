@@ -46,5 +46,7 @@ class LlamaRAMCache(IndexedCache):
         entry = self._find(key)
         return None if entry is None else entry.key
 
-    def _search(self, index: RadixIndex[Entry], tokens: IntArray) -> tuple[int, Entry | None]:
-        return index.longest_common_prefix(tokens)
+    def _search(
+        self, index: RadixIndex[Entry], tokens: IntArray, *, touch: bool = False
+    ) -> tuple[int, Entry | None]:
+        return index.longest_common_prefix(tokens, touch=touch)

@@ -32,7 +32,8 @@ _WINDOW = (
     "set_namespace(llm) was called, n_batch is at most n_ubatch, and there is no draft model"
 )
 _LABEL = "llamakeep llama_cache label, version 1"
-_ARCHITECTURE = re.compile(rb"[a-z0-9][a-z0-9._-]{1,63}")
+_ARCHITECTURE = re.compile(rb"[a-z0-9][a-z0-9._-]+")
+_MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +208,4 @@ def namespace_of(llm: Llama, cache_dir: str | Path | None = None) -> Namespace:
 def _is_of_llama_cpp(native: bytes) -> bool:
     """Return whether bytes begin like a context's state: with the name of an architecture."""
     size = int.from_bytes(native[:4], "little")
-    return _ARCHITECTURE.fullmatch(native[4 : 4 + size]) is not None
+    return size <= _MAX_NAME and _ARCHITECTURE.fullmatch(native[4 : 4 + size]) is not None

@@ -132,8 +132,10 @@ class LlamaTrieCache(IndexedCache):
     def _missing(self, index: RadixIndex[Entry]) -> str:
         return "Key not found"
 
-    def _search(self, index: RadixIndex[Entry], tokens: IntArray) -> tuple[int, Entry | None]:
-        return index.longest_prefix(tokens)
+    def _search(
+        self, index: RadixIndex[Entry], tokens: IntArray, *, touch: bool = False
+    ) -> tuple[int, Entry | None]:
+        return index.longest_prefix(tokens, touch=touch)
 
 
 LlamaCache = LlamaTrieCache
