@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.slots import Slots
 from tests import tiny_models
+from tests.test_upstream_beside import INFINITE, SERVER, Beside, sixteen_checkpoints
 from tests.test_upstream_replay import MIB, differences, option, recording
 
 
@@ -79,3 +81,54 @@ def upstream() -> Iterator[Result]:
                     "differ": differ,
                 },
             }
+
+
+@benchmark("beside")
+def beside() -> Iterator[Result]:
+    """The same requests through the prefix tree: tokens evaluated, against an infinite cache."""
+    roomy = "with room for everything"
+    attention = ("prompt_cache_1slot", "prompt_cache_shared_system")
+    cases: list[tuple[str, str, dict[str, Any], float]] = [
+        *(
+            (name, f"{roomy}, align {align}", {"align": align}, most)
+            for name in attention
+            for align, most in ((1, 1.02), (8, 1.03))
+        ),
+        ("checkpoints_hybrid", f"{roomy}, align 1", {}, 1.10),
+        ("checkpoints_hybrid", f"{roomy}, align 8", {"align": 8}, 1.11),
+        *(
+            (
+                name,
+                "60 MiB, policy marginal",
+                {"capacity_bytes": 60 * MIB, "policy": "marginal"},
+                1.10,
+            )
+            for name in attention
+        ),
+        (
+            "checkpoints_hybrid",
+            "16 checkpoints, policy marginal",
+            {"policy": "marginal", "max_checkpoint_bytes": sixteen_checkpoints()},
+            1.12,
+        ),
+    ]
+    for name, what, options, most in cases:
+        evaluated = Beside(name, **options).evaluated()
+        yield Result(
+            name=f"beside-{name}-{what}",
+            value=evaluated / INFINITE[name],
+            unit="x infinite",
+            target=most,
+            better="lower",
+            detail={"evaluated": evaluated, "server": SERVER[name], "infinite": INFINITE[name]},
+        )
+    for name in attention:
+        evaluated = Beside(name, capacity_bytes=40 * MIB, policy="marginal").evaluated()
+        yield Result(
+            name=f"beside-{name}-40 MiB, policy marginal",
+            value=evaluated / SERVER[name],
+            unit="x the server's",
+            target=0.9,
+            better="lower",
+            detail={"evaluated": evaluated, "server": SERVER[name], "infinite": INFINITE[name]},
+        )

@@ -32,6 +32,7 @@ from llamakeep.policy import Kept
 from llamakeep.radix import walk
 from llamakeep.runtime.base import Family, Traits
 from llamakeep.runtime.fake import FakeRuntime
+from llamakeep.sequence import KeptSequence
 from llamakeep.spans import SpanNode
 from llamakeep.states import Checkpoint, CheckpointRef, Match, Saved, Segment, SegmentRef
 from llamakeep.stores.memory import MemoryStore
@@ -1912,3 +1913,43 @@ def test_any_order_finds_everything_while_there_is_room(kind: str) -> None:
 @pytest.mark.parametrize("capacity_bytes", [700, 2_000])
 def test_any_order_finds_nothing_wrong_under_pressure(kind: str, capacity_bytes: int) -> None:
     run_machine(kind=kind, capacity_bytes=capacity_bytes, exact=False)
+
+
+def test_checkpoints_have_a_limit_of_their_own() -> None:
+    runtime = FakeRuntime(Family.HYBRID, recurrent_bytes=4096)
+    runtime.evaluate(0, np.arange(64, dtype=np.int32))
+    one = runtime.checkpoint_bytes(0)
+    tree = PrefixTree(
+        MemoryStore(1 << 24),
+        runtime.traits,
+        segment_tokens=64,
+        max_checkpoint_bytes=3 * one + 10,
+        policy="marginal",
+    )
+    sequence = KeptSequence(runtime, tree, align=1)
+    for seed in range(8):
+        prompt = np.random.default_rng(seed).integers(0, 50_000, 200, dtype=np.int32)
+        for end in (100, 200):
+            reuse = sequence.resume(prompt[:end])
+            sequence.advance(prompt[reuse.reused_tokens : end])
+            sequence.save()
+            held = [k.held_bytes for node in tree._nodes() for k in node.checkpoints.values()]
+            assert 0 < sum(held) <= 3 * one + 10
+            tree.check()
+    assert tree.counters.evicted_checkpoints >= 8
+    kept = len(tree)
+    tree.max_checkpoint_bytes = one - 1
+    prompt = np.random.default_rng(99).integers(0, 50_000, 200, dtype=np.int32)
+    sequence.resume(prompt)
+    sequence.advance(prompt)
+    sequence.save()
+    assert len(tree) == kept, "what never fits drops nothing, and leaves nothing behind"
+    assert tree.counters.refused_checkpoints > 0
+    tree.check()
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "4 KiB"])
+def test_a_limit_of_checkpoints_that_is_none(limit: Any) -> None:
+    traits = FakeRuntime(Family.HYBRID).traits
+    with pytest.raises(InvalidValue, match="max_checkpoint_bytes"):
+        PrefixTree(MemoryStore(1), traits, max_checkpoint_bytes=limit)

@@ -26,7 +26,7 @@ from functools import partial
 import numpy as np
 
 from llamakeep.checkpoints import best_to_restore, least_missed
-from llamakeep.errors import InvalidValue, StateLost
+from llamakeep.errors import InvalidValue, StateLost, whole_number
 from llamakeep.forest import SpanForest
 from llamakeep.policy import Policy
 from llamakeep.radix import Path
@@ -66,6 +66,8 @@ class PrefixTree(SpanForest):
             it before each use, as `KeptSequence` does.
         segment_tokens: Longest span.
         max_checkpoints: Most checkpoints along one prompt; 0 keeps none.
+        max_checkpoint_bytes: What the checkpoints of all prompts may occupy in memory, of what the
+            store may; None for no limit of their own.
         policy: What to evict first.
         clock: Seconds; injected for tests and simulations.
 
@@ -82,6 +84,7 @@ class PrefixTree(SpanForest):
         namespace: bytes = b"",
         segment_tokens: int = 256,
         max_checkpoints: int = 32,
+        max_checkpoint_bytes: int | None = None,
         policy: str | Policy = "lru",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,9 +94,12 @@ class PrefixTree(SpanForest):
             raise InvalidValue(f"segment_tokens must be {room}, not {segment_tokens}")
         if max_checkpoints < 0:
             raise InvalidValue(f"max_checkpoints must be 0 or more, not {max_checkpoints}")
+        if max_checkpoint_bytes is not None:
+            whole_number("max_checkpoint_bytes", max_checkpoint_bytes, 0)
         super().__init__(store, traits, policy, clock, namespace)
         self.segment_tokens = segment_tokens
         self.max_checkpoints = max_checkpoints
+        self.max_checkpoint_bytes = max_checkpoint_bytes
         self._names: dict[bytes, PathNames] = {}
         self._avoided: dict[bytes, None] = {}  # what a runtime refused for no known reason
 
@@ -430,7 +436,9 @@ class PrefixTree(SpanForest):
                 place = self._names_along(tokens).checkpoint(node.start, position)
                 ref = CheckpointRef(place.name, position, n_bytes)
                 with self._pinned(path):
-                    tier = self._keep(ref, place, lambda: read().data)
+                    tier = ""
+                    if self._limit_checkpoints(path, n_bytes):
+                        tier = self._keep(ref, place, lambda: read().data)
                     if tier:
                         kept = self._kept(node, ref, tier, place)
                         self._put_in(node, position, kept)
@@ -451,6 +459,34 @@ class PrefixTree(SpanForest):
         node = self._path(tokens).nodes[-1][0]
         if self._is_useless(node):
             self._drop_leaf(node)
+
+    def _limit_checkpoints(self, path: Path[SpanNode], n_bytes: int) -> bool:
+        """Drop checkpoints until one more fits into what all of them may occupy.
+
+        The policy says which, of the prompt itself or of others, but for those that are in use.
+        Costs a visit of every node, and a look at every checkpoint for each that is dropped.
+
+        Returns:
+            Whether it fits; if it never can, nothing is dropped.
+        """
+        limit = self.max_checkpoint_bytes
+        if limit is None:
+            return True
+        own = {id(node) for node, _ in path.nodes}
+        kept = [each for node in self._nodes() for each in node.checkpoints.values()]
+        used = sum(each.held_bytes for each in kept)
+        free = [
+            each for each in kept if each.held_bytes and each.node.pins <= (id(each.node) in own)
+        ]
+        if used + n_bytes - limit > sum(each.held_bytes for each in free):
+            return False
+        now = self._clock()
+        while used + n_bytes > limit:
+            first = min(free, key=lambda each: self.policy.rank(each, now))
+            free.remove(first)
+            used -= first.held_bytes
+            self._drop_checkpoint(first)
+        return True
 
     def _thin_out(self, path: Path[SpanNode]) -> None:
         along = self._checkpoints_along(path)
