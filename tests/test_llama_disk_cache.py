@@ -546,6 +546,8 @@ def test_a_file_that_cannot_be_read_now(where: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyError):
             cache[[1, 3]]
         assert cache.counters["rejected_unreadable"] == 1
+        with pytest.raises(KeyError):
+            cache.cache[(1, 3)]
         files.is_exhausted = False
         for number in range(5):
             assert cache[[1, number]].n_tokens == 2

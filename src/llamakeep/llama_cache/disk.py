@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from llamakeep.llama_cache.reader import NamespaceLike
-    from llamakeep.stores.disk.files import Files
 
 logger = logging.getLogger(LOGGER)
 
@@ -44,7 +43,6 @@ class DiskBacking:
     Args:
         path: The directory.
         capacity_bytes: The limit on the bytes of the states, of whoever's.
-        files: The seam to the file system.
 
     Raises:
         InvalidValue: For a negative limit.
@@ -53,10 +51,10 @@ class DiskBacking:
 
     is_proven = False
 
-    def __init__(self, path: Path, capacity_bytes: int, files: Files | None = None) -> None:
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
         whole_number("capacity_bytes", capacity_bytes, 0)
         # `capacity_bytes` is the only limit: no room on the file system is left to others.
-        self.store = DiskStore(path, capacity_bytes, min_free_bytes=0, files=files)
+        self.store = DiskStore(path, capacity_bytes, min_free_bytes=0)
         # Up to where an index knows the directory, and at which size it is to be made again.
         self._known: weakref.WeakKeyDictionary[RadixIndex[Entry], tuple[Mark, int]] = (
             weakref.WeakKeyDictionary()

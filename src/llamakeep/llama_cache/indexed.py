@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from llamakeep.errors import IntegrityError, whole_number
@@ -407,7 +408,9 @@ class IndexedCache(BaseLlamaCache):
         """Return the state under exactly this key, without using it, or None."""
         with self._lock:
             entry = self._index().get(tokens)
-            snapshot = self._backing.get(entry) if entry is not None else None
+            snapshot = None
+            with suppress(Refused):  # it cannot be read now
+                snapshot = self._backing.get(entry) if entry is not None else None
             return snapshot.revive(self._reader.n_ctx) if snapshot else None
 
     def _evicted(self, entry: Entry) -> None:
