@@ -1953,3 +1953,34 @@ def test_a_limit_of_checkpoints_that_is_none(limit: Any) -> None:
     traits = FakeRuntime(Family.HYBRID).traits
     with pytest.raises(InvalidValue, match="max_checkpoint_bytes"):
         PrefixTree(MemoryStore(1), traits, max_checkpoint_bytes=limit)
+
+
+def test_a_first_checkpoint_lets_its_nodes_segment_sink() -> None:
+    """With it, less is lost with the segment: what was queued for more is looked at again."""
+    runtime = FakeRuntime(Family.HYBRID)
+    tree = PrefixTree(
+        MemoryStore(1 << 20),
+        runtime.traits,
+        segment_tokens=64,
+        policy="marginal",
+        clock=lambda: 0.0,
+    )
+    for first, end, position in ((0, 60, 2), (1000, 1008, 1)):
+        tokens = np.arange(first, end, dtype=np.int32)
+        runtime.clear(0)
+        runtime.evaluate(0, tokens[:position])
+        checkpoint = runtime.read_checkpoint(0)
+        runtime.evaluate(0, tokens[position:])
+        tree.save(
+            tokens,
+            segment_bytes=runtime.segment_bytes,
+            read=lambda start, end: runtime.read_segment(0, start, end),
+        )
+        assert tree.save_checkpoint(
+            tokens[:position], n_bytes=checkpoint.data.nbytes, read=lambda kept=checkpoint: kept
+        )
+    states = [kept for node in tree._nodes() for kept in node.states()]
+    least = min(states, key=lambda kept: tree.policy.rank(kept, 0.0))
+    assert tree._evict_one()
+    assert least.node not in list(tree._nodes()) or least not in list(least.node.states())
+    tree.check()

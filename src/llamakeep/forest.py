@@ -84,7 +84,9 @@ class SpanForest:
     def _put_in(self, node: SpanNode, position: int, kept: Kept) -> None:
         """Put a checkpoint into a node."""
         node.checkpoints[position] = kept
-        if self._looks_around:  # less is lost with what comes next
+        if self._looks_around:  # less is lost with what comes next, and with the node's segment
+            if node.segment is not None:
+                self._queue.look_again(node.segment)
             for each in node.next_states(position):
                 self._queue.look_again(each)
         if node.pins:
