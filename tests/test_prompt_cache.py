@@ -183,6 +183,19 @@ def test_an_entry_that_waits_for_its_state_counts_and_is_not_found() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("way", ["save", "clear"])
+def test_an_entry_that_is_never_filled_does_not_wait_for_good(way: str) -> None:
+    cache, runtime = make(1 << 20), FakeRuntime("attention")
+    runtime.evaluate(0, span(20))
+    cache.alloc(span(4), 40)
+    if way == "clear":
+        cache.clear()
+        assert cache.used_bytes == 0
+    assert cache.save(runtime, 0, span(20)) is Saving.SAVED
+    assert lengths(cache) == [20]
+    cache.check()
+
+
 # -- update ----------------------------------------------------------------------------------------
 
 

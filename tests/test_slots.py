@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -467,6 +470,98 @@ def test_an_interrupt_anywhere_leaves_slots_whole_or_empty(operation: str, mode:
         serve(slots, prompt, slot=slot)
 
 
+@contextmanager
+def interrupted(module: str, function: str, nth: int) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt before the nth line that `function` runs; yield [lines to go]."""
+    left, before = [nth], sys.gettrace()
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return line
+
+    def call(frame: FrameType, _event: str, _: Any) -> Any:
+        code = frame.f_code
+        return line if code.co_name == function and module in code.co_filename else None
+
+    sys.settrace(call)
+    try:
+        yield left
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("slot.py", "evaluate"),
+        ("slot.py", "_cut"),
+        ("slot.py", "copy_from"),
+        ("slot.py", "forget"),
+        ("slots.py", "_load"),
+    ],
+)
+@pytest.mark.parametrize("family", [Family.ATTENTION, Family.HYBRID])
+def test_an_interrupt_between_any_two_lines_leaves_no_half_slot(
+    family: Family, module: str, function: str
+) -> None:
+    for nth in itertools.count(1):
+        slots = make(family, n_seqs=2, mode="keep", cache_idle_slots=False)
+        slots.serve(span(60), slot=0, user_starts=[30])
+        slots.serve(span(60, 100), slot=0)
+        slots.serve(span(50, 300), slot=1)
+        try:
+            with interrupted(f"/{module}", function, nth) as left:
+                slots.serve(join(span(70, 100), span(9, 400)), slot=1)  # copies
+                slots.serve(join(span(40), span(9, 400)), slot=0)  # loads
+                slots.serve(join(span(30), span(9, 500)), slot=0)  # cuts
+                slots.clear(1)
+        except KeyboardInterrupt:
+            pass
+        serve(slots, span(20, 1000), slot=1)
+        serve(slots, span(20, 2000), slot=0)
+        serve(slots, join(span(45), span(9, 600)), slot=1)
+        serve(slots, join(span(45), span(9, 700)), slot=0)
+        if left[0] > 0:
+            break
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("prompt_cache.py", "save"),
+        ("prompt_cache.py", "alloc"),
+        ("prompt_cache.py", "fill"),
+        ("prompt_cache.py", "cancel"),
+        ("prompt_cache.py", "_remove"),
+        ("prompt_cache.py", "load"),
+        ("checkpoints.py", "take"),
+        ("checkpoints.py", "_remove"),
+        ("checkpoints.py", "clear"),
+    ],
+)
+def test_an_interrupt_between_any_two_lines_lets_no_count_drift(module: str, function: str) -> None:
+    for nth in itertools.count(1):
+        slots = make(Family.HYBRID, mode="keep", limit_bytes=2000, ctx_checkpoints=2)
+        slots.serve(span(40), user_starts=[10, 20])
+        try:
+            with interrupted(f"/{module}", function, nth) as left:
+                slots.serve(span(60, 100), user_starts=[10, 20, 30])
+                slots.serve(join(span(40), span(9, 400)))
+                slots.serve(span(70, 700), user_starts=[20])
+        except KeyboardInterrupt:
+            pass
+        parts(slots)[1].check()
+        for slot in slots.slots:
+            slot.checkpoints.check()
+        for start in (1000, 2000):
+            serve(slots, span(60, start), user_starts=[30])
+        if left[0] > 0:
+            break
+
+
 def test_a_failed_load_clears_the_slot_and_says_so() -> None:
     slots = make()
     runtime, cache = parts(slots)
@@ -563,6 +658,108 @@ def test_check_says_what_does_not_add_up() -> None:
 
 
 # -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_leaves_nothing_of_the_old_conversation_in_the_draft(family: Family) -> None:
+    runtime = FakeRuntime(family, n_ctx=300, n_seqs=2, n_swa=16, n_vocab=10_000)
+    draft = runtime.draft = FakeRuntime(
+        family, n_ctx=300, n_seqs=2, n_swa=16, n_vocab=10_000, seed=7
+    )
+    slots = make(runtime=runtime, mode="keep", cache_idle_slots=False)
+    serve(slots, span(100, 1000), slot=1)
+    serve(slots, span(60), slot=0)
+    prompt = join(span(60), span(1, 5000))
+    assert serve(slots, prompt, slot=1).reused_tokens >= 58
+    np.testing.assert_array_equal(draft.logits(), cold(family, prompt, seed=7))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "limits", [{"ctx_checkpoints": 2}, {"checkpoint_bytes": 400}, {"ctx_checkpoints": 0}]
+)
+def test_what_a_slot_loads_is_under_its_own_limits_and_told_to_its_own_emit(
+    limits: dict[str, int], mode: str
+) -> None:
+    first = make(Family.HYBRID, mode=mode)
+    _, cache = parts(first)
+    first.serve(span(200), user_starts=list(range(10, 200, 20)))
+    first.serve(span(100, 5000))
+    before = len(first._events)
+    runtime = FakeRuntime(Family.HYBRID, n_ctx=4096, n_batch=128, n_vocab=10_000)
+    second = Slots(
+        runtime, cache, mode="keep", min_evaluated=1, checkpoint_min_step=8, emit=quiet, **limits
+    )
+    assert second.serve(join(span(200), span(1, 9000))).loaded is Loading.RESTORED
+    for turn in range(3):
+        second.serve(join(span(100), span(5, 9000 + 10 * turn)), user_starts=[10, 100])
+        second.check()
+        held = second.slots[0].checkpoints
+        assert (held.restore, held._policy_name) == ("prefix", "neighbor-gap")
+        assert len(held) <= limits.get("ctx_checkpoints", 32)
+        assert held.n_bytes <= held.limit_bytes <= limits.get("checkpoint_bytes", sys.maxsize)
+    assert len(first._events) == before
+
+
+@pytest.mark.parametrize("family", ROLLING)
+@pytest.mark.parametrize("way", ["load", "copy", "live"])
+def test_a_checkpoint_of_other_tokens_is_reached_by_no_way(family: Family, way: str) -> None:
+    """llama-server keeps one that has seen another first token; a keep cache may be given it."""
+    options: dict[str, Any] = {"checkpoint_min_step": 0, "n_ubatch": 1}
+    first = make(family, mode="keep", slots_mode="upstream", **options)
+    runtime, cache = parts(first)
+    first.serve(span(6, 1), user_starts=[1])
+    first.serve(np.array([9, 2, 3, 4, 5, 6], np.int32))
+    slot, prompt = first.slots[0], np.array([9, 50, 51], np.int32)
+    assert 1 in [each.n_tokens for each in slot.checkpoints]
+    if way == "load":
+        first.serve(span(30, 100))
+        runtime = FakeRuntime(family, n_ctx=300, n_swa=16, n_vocab=10_000)
+        second = Slots(runtime, cache, mode="keep", min_evaluated=1, emit=quiet)
+        assert serve(second, prompt).reused_tokens == 0
+        assert all(entry.checkpoint_at(1) is None for entry in cache if entry.tokens[0] == 9)
+    elif way == "copy":
+        assert slot.copyable(prompt, 2) == 0
+    else:
+        runtime.can_rewind = lambda *_: False  # type: ignore[method-assign]
+        assert slot.reach(prompt, 2) == 0
+
+
+@pytest.mark.parametrize("family", ROLLING)
+def test_what_is_loaded_or_copied_in_part_has_no_checkpoint_beyond_it(family: Family) -> None:
+    slots = make(family, n_seqs=2, mode="keep", cache_idle_slots=False)
+    slots.serve(span(60), slot=0, user_starts=[20, 40])
+    slots.slots[1].copy_from(slots.slots[0], 40)
+    slots.check()
+    assert [each.n_tokens for each in slots.slots[1].checkpoints] == [20, 40]
+    slots.serve(span(30, 1000), slot=0)
+    slots.clear(1)
+    assert slots._load(slots.slots[1], join(span(45), span(3, 7)), 0).result is Loading.RESTORED
+    slots.check()
+    assert [each.n_tokens for each in slots.slots[1].checkpoints] == [20, 40]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lost", ["all", "some", "in a failure"])
+def test_a_draft_behind_its_target_is_as_if_it_were_absent(
+    family: Family, mode: str, lost: str
+) -> None:
+    options: dict[str, Any] = {"n_ctx": 300, "n_seqs": 2, "n_swa": 16, "n_vocab": 10_000}
+    runtime = FakeRuntime(family, **options)
+    draft = runtime.draft = FakeRuntime(family, **options, seed=7)
+    slots = make(runtime=runtime, mode=mode)
+    prompts = [span(60), span(20, 1000), span(61), join(span(30), span(9, 500)), span(62)]
+    for prompt, slot in itertools.product(prompts, (0, 1, 0)):
+        if lost == "in a failure":
+            draft.fail("rewind:cut", cleared_all=True)
+        else:
+            draft.clear(0)
+            if lost == "some":
+                draft.evaluate(0, span(5))
+        serve(slots, prompt, slot=slot)
+        np.testing.assert_array_equal(draft.logits(), cold(family, prompt, seed=7))
+        parts(slots)[1].check()
 
 
 @pytest.mark.parametrize("mode", MODES)

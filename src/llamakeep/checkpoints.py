@@ -431,34 +431,34 @@ class CheckpointList:
         if prompt_end is None:
             prompt_end = 0 <= self._n_prompt - n_tokens <= NEAR_END_TOKENS
         self._make_room(n_bytes, n_tokens, id_task, prompt_end)
-        self._budget.reserve(n_bytes)
         try:
+            self._budget.reserve(n_bytes)
             data = read()
             if (data.position, data.data.nbytes) != (n_tokens, n_bytes):
                 raise IntegrityError(
                     f"read {data.data.nbytes:,} bytes at {data.position}, "
                     f"not {n_bytes:,} at {n_tokens}"
                 )
-        except BaseException:
-            self._budget.release(n_bytes)
-            raise
-        self._drop_overwritten(data)
-        self._sequence += 1
-        now = self._clock()
-        self._items.append(
-            ListedCheckpoint(
-                data=data,
-                id_task=id_task,
-                pos_min=pos_min,
-                pos_max=pos_max,
-                n_tokens=n_tokens,
-                prefix=prefix_digest(tokens[:n_tokens]),
-                prompt_end=prompt_end,
-                sequence=self._sequence,
-                created=now,
-                last_used=now,
+            self._drop_overwritten(data)
+            self._sequence += 1
+            now = self._clock()
+            self._items.append(
+                ListedCheckpoint(
+                    data=data,
+                    id_task=id_task,
+                    pos_min=pos_min,
+                    pos_max=pos_max,
+                    n_tokens=n_tokens,
+                    prefix=prefix_digest(tokens[:n_tokens]),
+                    prompt_end=prompt_end,
+                    sequence=self._sequence,
+                    created=now,
+                    last_used=now,
+                )
             )
-        )
+        except BaseException:
+            self._recount()
+            raise
         link(self._items, self._n_prompt)
         self._emit(
             events.CheckpointCreated(
@@ -471,27 +471,34 @@ class CheckpointList:
         if self._policy_name == "upstream":
             self._drop_close(id_task)
             while self._is_full(n_bytes):
-                self._drop(self._items[0], events.CheckpointEvictedOldest)
+                self._evict(n_tokens, prompt_end)
             self._supersede(n_tokens)
             return
         self._supersede(n_tokens)
         while self._is_full(n_bytes):
-            link(self._items, self._n_prompt, n_tokens)
-            candidates: Sequence[ListedCheckpoint] = self._items
-            if self._policy_name in NEIGHBOUR_POLICIES:
-                candidates = unprotected(self._items, n_tokens, prompt_end)
-            now = self._clock()
-            victim = min(candidates, key=lambda item: self._policy.rank(item, now))
-            self._remove(victim)
-            self._emit(
-                events.CheckpointEvicted(
-                    victim.n_bytes,
-                    victim.pos_min,
-                    victim.pos_max,
-                    victim.n_tokens,
-                    self._policy_name,
-                )
+            self._evict(n_tokens, prompt_end)
+
+    def _evict(self, coming: int, coming_is_end: bool) -> None:
+        """Drop the one that the policy ranks first, for one that will be at `coming`."""
+        if self._policy_name == "upstream":
+            self._drop(self._items[0], events.CheckpointEvictedOldest)
+            return
+        link(self._items, self._n_prompt, coming)
+        candidates: Sequence[ListedCheckpoint] = self._items
+        if self._policy_name in NEIGHBOUR_POLICIES:
+            candidates = unprotected(self._items, coming, coming_is_end)
+        now = self._clock()
+        victim = min(candidates, key=lambda item: self._policy.rank(item, now))
+        self._remove(victim)
+        self._emit(
+            events.CheckpointEvicted(
+                victim.n_bytes,
+                victim.pos_min,
+                victim.pos_max,
+                victim.n_tokens,
+                self._policy_name,
             )
+        )
 
     def _is_full(self, n_bytes: int) -> bool:
         return len(self._items) >= self.limit or n_bytes > self._budget.free_bytes
@@ -693,16 +700,7 @@ class CheckpointList:
         """
         if keep not in ("all", "last", "none"):
             raise InvalidValue(f"keep must be all, last or none, not {keep!r}")
-        other = CheckpointList(
-            self.limit,
-            self.min_step,
-            self.limit_bytes,
-            restore=self.restore,
-            policy=self._policy,
-            min_evaluated=self._min_evaluated,
-            emit=self._emit,
-            clock=self._clock,
-        )
+        other = self._empty()
         items = [item for item in self._items if not isinstance(item.data, DeviceCheckpoint)]
         if keep != "all":
             items = sorted(items, key=lambda item: item.n_tokens)[-1:] if keep == "last" else []
@@ -712,6 +710,43 @@ class CheckpointList:
         other._sequence, other._n_prompt = self._sequence, self._n_prompt
         link(other._items, other._n_prompt)
         return other
+
+    def taking_over(self, other: CheckpointList, n_tokens: int) -> CheckpointList:
+        """Return a list of these settings with the checkpoints of another; states are shared.
+
+        What lies beyond `n_tokens` stays behind, and device checkpoints as in `copy`. Limits are
+        these: what is too large is left out, and the policy's first go while there is no room.
+
+        Args:
+            other: Unchanged, whatever its settings are.
+            n_tokens: What the sequence holds of the tokens that the checkpoints are of.
+        """
+        mine = self._empty()
+        mine._sequence, mine._n_prompt = other._sequence, other._n_prompt
+        for item in () if self._is_off else other:
+            if isinstance(item.data, DeviceCheckpoint) or item.n_tokens > n_tokens:
+                continue
+            if item.n_bytes > mine.limit_bytes:
+                continue
+            while mine._is_full(item.n_bytes):
+                mine._evict(item.n_tokens, item.prompt_end)
+            mine._budget.reserve(item.n_bytes)
+            mine._items.append(replace(item))
+        link(mine._items, mine._n_prompt)
+        return mine
+
+    def _empty(self) -> CheckpointList:
+        """Return an empty list with the same settings."""
+        return CheckpointList(
+            self.limit,
+            self.min_step,
+            self.limit_bytes,
+            restore=self.restore,
+            policy=self._policy,
+            min_evaluated=self._min_evaluated,
+            emit=self._emit,
+            clock=self._clock,
+        )
 
     def check(self) -> None:
         """Compare the counts with the truth.
@@ -741,5 +776,17 @@ class CheckpointList:
         self._emit(event(item.n_bytes, item.pos_min, item.pos_max, item.n_tokens))
 
     def _remove(self, item: ListedCheckpoint) -> None:
-        self._items.remove(item)
-        self._budget.release(item.n_bytes)
+        try:
+            self._items.remove(item)
+            self._budget.release(item.n_bytes)
+        except BaseException:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Count what is kept: an interrupt may fall between a checkpoint and its bytes."""
+        extra = self.n_bytes - sum(item.n_bytes for item in self._items)
+        if extra > 0:
+            self._budget.release(extra)
+        elif extra < 0:
+            self._budget.reserve(-extra)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamakeep.checkpoints import CheckpointList
+from llamakeep.listed import ListedCheckpoint, prefixes_of
 from llamakeep.states import Checkpoint
 from llamakeep.tokens import IntArray, common_prefix
 from llamakeep.wholes import Whole
@@ -90,6 +91,7 @@ class Entry:
     """
 
     __slots__ = (
+        "_proven",
         "checkpoints",
         "created",
         "draft",
@@ -123,6 +125,7 @@ class Entry:
         self.created = self.last_used = 0.0
         self.sequence = self.hits = 0
         self.marginal: Callable[[Entry], int] | None = None
+        self._proven: tuple[CheckpointList, list[ListedCheckpoint]] | None = None
 
     def __repr__(self) -> str:
         held = f"{self.n_tokens} tokens, {self.n_checkpoints} checkpoints"
@@ -148,10 +151,21 @@ class Entry:
         limit = min(limit, common_prefix(self.tokens, prompt))
         if not self.rolling or limit == self.n_tokens:
             return limit
-        places = (kept.n_tokens for kept in self.checkpoints or () if kept.n_tokens <= limit)
+        places = (kept.n_tokens for kept in self.own_checkpoints() if kept.n_tokens <= limit)
         return max(places, default=0)
 
+    def own_checkpoints(self) -> list[ListedCheckpoint]:
+        """Return the checkpoints that are proven to be of these tokens, by position.
+
+        llama-server's lists hold others too. Costs one hash of the tokens, the first time only.
+        """
+        if self.checkpoints is None:
+            return []
+        if self._proven is None or self._proven[0] is not self.checkpoints:
+            self._proven = self.checkpoints, prefixes_of(self.checkpoints, self.tokens)
+        return self._proven[1]
+
     def checkpoint_at(self, n_tokens: int) -> Checkpoint | None:
-        """Return the state of the checkpoint there."""
-        states = (kept.data for kept in self.checkpoints or () if kept.n_tokens == n_tokens)
+        """Return the state of the checkpoint there, if it is of these tokens."""
+        states = (kept.data for kept in self.own_checkpoints() if kept.n_tokens == n_tokens)
         return next((state for state in states if isinstance(state, Checkpoint)), None)

@@ -181,8 +181,9 @@ class PromptCache:
     @contextmanager
     def heard_by(self, listener: Emit) -> Iterator[None]:
         """Let `listener` hear the events of this block too."""
-        before, self._heard_by = self._heard_by, listener
+        before = self._heard_by
         try:
+            self._heard_by = listener
             yield
         finally:
             self._heard_by = before
@@ -197,9 +198,10 @@ class PromptCache:
         self.update()
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Forget all entries, one that waits to be filled too."""
         for entry in self:
             self._remove(entry)
+        self._drop_pending()
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -215,11 +217,14 @@ class PromptCache:
         """Keep what a sequence holds; the sequence is unchanged.
 
         Args:
-            runtime: Holds the sequence, and its draft model's if there is one.
+            runtime: Holds the sequence, and its draft model's if there is one. A draft that does
+                not hold the same number of tokens is left out.
             seq_id: Which sequence.
             tokens: What it holds; kept, not copied.
             checkpoints: Its checkpoints; their data are shared.
             namespace: Entries are found in the same namespace only.
+
+        An entry that still waits to be filled is cancelled first.
 
         Returns:
             What became of it. A runtime that fails, or memory that is not there, is no exception:
@@ -227,36 +232,49 @@ class PromptCache:
         """
         if not self.enabled or not tokens.size:
             return Saving.NOTHING
-        n_tokens, draft = int(tokens.size), runtime.draft
+        n_tokens, draft = int(tokens.size), self._draft_of(runtime, seq_id, int(tokens.size))
         state_bytes = whole_bytes(runtime, seq_id, n_tokens)
         draft_bytes = whole_bytes(draft, seq_id, n_tokens) if draft is not None else 0
         self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens))
-        result, entry = self.alloc(
-            tokens,
-            state_bytes,
-            draft_bytes,
-            checkpoints,
-            rolling=runtime.traits.rolling,
-            namespace=namespace,
-        )
-        if entry is None:
-            return result
+        if self._pending is not None:
+            self._drop_pending()  # left by an interrupt: with one thread nobody waits meanwhile
         try:
+            result, entry = self.alloc(
+                tokens,
+                state_bytes,
+                draft_bytes,
+                checkpoints,
+                rolling=runtime.traits.rolling,
+                namespace=namespace,
+            )
+            if entry is None:
+                return result
             state = read_whole(runtime, seq_id, n_tokens)
             drafted = read_whole(draft, seq_id, n_tokens) if draft is not None else None
             self.fill(entry, state, drafted)
         except MemoryError as error:
-            self._out_of_memory(entry, error)
+            self._out_of_memory(error)
             return Saving.NO_MEMORY
         except StateError as error:
-            self.cancel(entry)
+            self._drop_pending()
             self._count("failed_save")
             logger.warning("a prompt could not be saved: %s", error)
             return Saving.FAILED
         except BaseException:
-            self.cancel(entry)
+            self._drop_pending()
             raise
         return Saving.SAVED
+
+    def _draft_of(self, runtime: Runtime, seq_id: int, n_tokens: int) -> Runtime | None:
+        """Return the draft model's runtime, if it holds these tokens; it can do without them."""
+        draft = runtime.draft
+        if draft is None:
+            return None
+        held = draft.positions(seq_id).n_tokens
+        if held == n_tokens:
+            return draft
+        logger.warning("saved without the draft, which holds %d of %d tokens", held, n_tokens)
+        return None
 
     def alloc(
         self,
@@ -300,8 +318,12 @@ class PromptCache:
                 self._remove(entry)
         while self._entries and self.used_bytes + new.n_bytes > self._limit_bytes:
             self._evict(lambda entry: EvictedForRoom(entry.n_bytes))
-        self._budget.reserve(new.n_bytes)
         self._pending = new
+        try:
+            self._budget.reserve(new.n_bytes)
+        except BaseException:
+            self._drop_pending()
+            raise
         return Allocated(Saving.SAVED, new)
 
     def fill(self, entry: Entry, state: Whole, draft: Whole | None = None) -> None:
@@ -326,8 +348,22 @@ class PromptCache:
     def cancel(self, entry: Entry) -> None:
         """Give back what was taken for an entry that will not be filled."""
         if self._pending is entry:
-            self._pending = None
-            self._budget.release(entry.n_bytes)
+            self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        """Forget the entry that waits to be filled, if there is one."""
+        self._pending = None
+        self._recount()
+
+    def _recount(self) -> None:
+        """Count what is kept: an interrupt may fall between an entry and its bytes."""
+        pending = [self._pending] if self._pending not in (None, *self._entries) else []
+        kept = sum(each.n_bytes for each in (*self._entries, *pending) if each is not None)
+        extra = self._budget.used_bytes - kept
+        if extra > 0:
+            self._budget.release(extra)
+        elif extra < 0:
+            self._budget.reserve(-extra)
 
     def _fit(self, new: Entry, state_bytes: int, checkpoints: CheckpointList | None) -> bool:
         """Choose the checkpoints that go into an entry; return whether it fits."""
@@ -360,12 +396,12 @@ class PromptCache:
             return False
         if self.mode == "upstream" or not entry.rolling:
             return True
-        places = {kept.n_tokens for kept in new.checkpoints or ()} | {new.n_tokens}
-        return {entry.n_tokens, *(kept.n_tokens for kept in entry.checkpoints or ())} <= places
+        places = {kept.n_tokens for kept in new.own_checkpoints()} | {new.n_tokens}
+        return {entry.n_tokens, *(kept.n_tokens for kept in entry.own_checkpoints())} <= places
 
-    def _out_of_memory(self, entry: Entry, error: MemoryError) -> None:
+    def _out_of_memory(self, error: MemoryError) -> None:
         """Do as llama-server when an allocation fails: less from now on."""
-        self.cancel(entry)
+        self._drop_pending()
         self._count("no_memory")
         self._emit(AllocationFailed(str(error) or "out of memory"))
         self._limit_bytes = max(1, int(SHRINK * self.used_bytes))
@@ -538,8 +574,12 @@ class PromptCache:
         self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        self._entries.remove(entry)
-        self._budget.release(entry.n_bytes)
+        try:
+            self._entries.remove(entry)
+            self._budget.release(entry.n_bytes)
+        except BaseException:
+            self._recount()
+            raise
 
     def _marginal(self, entry: Entry) -> int:
         """Return what no other entry could resume of this one. Costs one pass over the others."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from llamakeep.checkpoints import CheckpointList
 from llamakeep.entries import no_tokens
 from llamakeep.errors import IntegrityError, InvalidValue, StateError
+from llamakeep.listed import prefixes_of
 from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint
 from llamakeep.tokens import IntArray, common_prefix
@@ -73,20 +74,28 @@ class Slot:
     def moving(self) -> Iterator[None]:
         """Know nothing while the sequence is moved; what is raised inside empties the slot.
 
-        Whoever moves it sets `tokens` afterwards.
+        Whoever moves it sets `tokens` inside too, so no interrupt falls in between.
         """
-        self.tokens = no_tokens()
         try:
+            self.tokens = no_tokens()
             yield
         except BaseException:
             self.forget()
             raise
 
     def forget(self) -> None:
-        """Empty the slot, its sequences and its checkpoints."""
+        """Empty the slot, its sequences and its checkpoints.
+
+        An interrupt on the way leaves a slot that claims nothing: what is left of its sequence
+        goes when a prompt is resumed at 0.
+        """
         self.tokens, self.kind = no_tokens(), ""
-        self.checkpoints.clear()
         self._runtime.clear(self.slot_id)
+        self._clear_draft()
+        self.checkpoints.clear()
+
+    def _clear_draft(self) -> None:
+        """Empty the draft model's sequence: it evaluates what it needs with the next prompt."""
         if self._runtime.draft is not None:
             self._runtime.draft.clear(self.slot_id)
 
@@ -118,9 +127,9 @@ class Slot:
         return limit
 
     def _deepest(self, limit: int) -> tuple[int, Checkpoint | None]:
-        """Return the deepest checkpoint that is at most at `limit`."""
-        listed = [kept.data for kept in self.checkpoints if kept.n_tokens <= limit]
-        states = [state for state in listed if isinstance(state, Checkpoint)]
+        """Return the deepest checkpoint at most at `limit` that is proven to be of the tokens."""
+        listed = prefixes_of(self.checkpoints, self.tokens[:limit])
+        states = [kept.data for kept in listed if isinstance(kept.data, Checkpoint)]
         if not states:
             return 0, None
         deepest = max(states, key=lambda state: state.position)
@@ -134,13 +143,14 @@ class Slot:
         if self._runtime.traits.rolling and n_tokens < source.n_tokens:
             checkpoint = source._deepest(n_tokens)[1]
         with self.moving():
+            self._clear_draft()
             try:
                 self._runtime.copy(source.slot_id, self.slot_id, n_tokens, checkpoint)
             except StateError as error:
                 self.broken("copy", error)
                 return
-        self.tokens, self.kind = source.tokens[:n_tokens], source.kind
-        self.checkpoints = source.checkpoints.copy()
+            self.checkpoints = self.checkpoints.taking_over(source.checkpoints, n_tokens)
+            self.tokens, self.kind = source.tokens[:n_tokens], source.kind
 
     def resume(self, prompt: IntArray, most: int) -> int:
         """Cut the slot back to what it shares with the prompt, as far as its memory allows it.
@@ -175,6 +185,11 @@ class Slot:
     def _cut(self, tokens: IntArray, checkpoint: Checkpoint | DeviceCheckpoint | None) -> None:
         """Cut the slot back in place, or empty it when that fails."""
         n_past, runtime = int(tokens.size), self._runtime
+        if not n_past:
+            # Whatever the slot knows of: an interrupt may have left more in the sequence.
+            with self.moving():
+                runtime.clear(self.slot_id)
+            return
         if n_past == self.n_tokens:
             return
         with self.moving():
@@ -186,7 +201,7 @@ class Slot:
             except (StateError, InvalidValue) as error:
                 self.broken("rewind", error)
                 return
-        self.tokens = tokens
+            self.tokens = tokens
 
     # -- evaluating --------------------------------------------------------------------------------
 
@@ -247,7 +262,7 @@ class Slot:
             self._runtime.evaluate(self.slot_id, tokens[start:end])
             if self._runtime.draft is not None:
                 self._runtime.draft.evaluate(self.slot_id, tokens[start:end])
-        self.tokens = tokens[:end]
+            self.tokens = tokens[:end]
 
     def _take(self, task: int) -> None:
         """Take a checkpoint of the slot as it is."""
@@ -273,13 +288,19 @@ class Slot:
             return
         n_tokens = self.n_tokens
         with self.moving():
-            held = draft.positions(seq_id).n_tokens
-            if held < n_tokens or not draft.can_rewind(seq_id, n_tokens):
+            held, follows = draft.positions(seq_id).n_tokens, False
+            if held >= n_tokens and draft.can_rewind(seq_id, n_tokens):
+                try:
+                    draft.rewind(seq_id, n_tokens)
+                    follows = True
+                except (StateError, InvalidValue) as error:
+                    self.count_failure("draft")
+                    logger.warning("the draft evaluates its tokens again: %s", error)
+            if not follows:
                 draft.clear(seq_id)
-                draft.evaluate(seq_id, tokens)
-            else:
-                draft.rewind(seq_id, n_tokens)
-        self.tokens = tokens
+                if n_tokens:
+                    draft.evaluate(seq_id, tokens)
+            self.tokens = tokens
 
     def check(self) -> None:
         """Compare what the slot thinks with what the runtime holds.

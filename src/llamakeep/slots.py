@@ -116,7 +116,7 @@ class Slots:
 
     Attributes:
         slots: All of them.
-        failures: How often a save, load, rewind, copy or checkpoint failed.
+        failures: How often a save, load, rewind, copy, checkpoint or rewind of the draft failed.
 
     Raises:
         InvalidValue: For an argument that is none of these.
@@ -342,12 +342,16 @@ class Slots:
                 most=self._most(prompt),
                 namespace=self._namespace,
             )
-        if loaded.result is Loading.NO_MATCH:
-            slot.tokens = held
-        elif loaded.result is Loading.RESTORED:
-            slot.tokens, slot.kind = loaded.tokens, COMPLETION
-            slot.checkpoints = loaded.checkpoints or slot.checkpoints.copy("none")
-        else:
+            if loaded.result is Loading.NO_MATCH:
+                slot.tokens = held
+            elif loaded.result is Loading.RESTORED:
+                mine, theirs = slot.checkpoints, loaded.checkpoints
+                if theirs is None:
+                    slot.checkpoints = mine.copy("none")
+                else:
+                    slot.checkpoints = mine.taking_over(theirs, int(loaded.tokens.size))
+                slot.tokens, slot.kind = loaded.tokens, COMPLETION
+        if loaded.result is Loading.FAILED:
             slot.count_failure("load")
             self._emit(LoadFailed(slot.slot_id))
             self._emit(PromptCleared(slot.slot_id, int(held.size)))
