@@ -484,6 +484,21 @@ def test_a_save_that_fails_leaves_no_half_entry(operation: str, error: Any) -> N
     assert cache.save(runtime, 0, span(50)) is Saving.SAVED
 
 
+def test_a_size_that_cannot_be_asked_for_fails_the_save_alone() -> None:
+    runtime = FakeRuntime("hybrid")
+    cold(runtime, span(50))
+    cache = make(1 << 20)
+
+    def unreadable(_: int) -> int:
+        raise StateError("no size")
+
+    runtime.checkpoint_bytes = unreadable  # type: ignore[method-assign]
+    assert cache.save(runtime, 0, span(50)) is Saving.FAILED
+    assert (len(cache), cache.used_bytes, cache.counters) == (0, 0, {"failed_save": 1})
+    cache.check()
+    assert runtime.positions(0).n_tokens == 50
+
+
 def test_a_draft_models_state_goes_with_it() -> None:
     runtime, draft = FakeRuntime("attention"), FakeRuntime("hybrid", seed=1)
     runtime.draft = draft

@@ -595,6 +595,10 @@ def test_a_failed_load_clears_the_slot_and_says_so() -> None:
         ([1, 2], {"slot": -1}, InvalidValue),
         (list(range(4097)), {}, ContextOverflow),
         ([1, 2], {"answer": [60_000]}, TokenError),
+        ([1, 2], {"user_starts": [2]}, InvalidValue),
+        ([1, 2], {"user_starts": [-1]}, InvalidValue),
+        ([1, 2], {"user_starts": [1, 0]}, InvalidValue),
+        ([1, 2], {"user_starts": [0.5]}, InvalidValue),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
@@ -674,14 +678,39 @@ def test_a_copy_leaves_nothing_of_the_old_conversation_in_the_draft(family: Fami
     np.testing.assert_array_equal(draft.logits(), cold(family, prompt, seed=7))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{"mode": "upstream"}, {"mode": "keep", "restore": "upstream"}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_restored_by_position_is_loaded_by_no_one_who_asks_for_proof(
+    family: Family, options: dict[str, Any]
+) -> None:
+    """It may be wrong as a whole, by llama-server's own fault: no digest would tell."""
+    cache = PromptCache(1_000_000, mode="keep", emit=quiet)
+
+    def another(**options: Any) -> Slots:
+        runtime = FakeRuntime(family, n_ctx=300, n_swa=16, n_vocab=10_000)
+        return Slots(runtime, cache, min_evaluated=1, emit=quiet, **options)
+
+    for writer, reader, result in [
+        (options, {"mode": "keep"}, Loading.NO_MATCH),
+        ({"mode": "keep"}, {"mode": "keep"}, Loading.RESTORED),
+        ({"mode": "keep"}, options, Loading.NO_MATCH),
+        (options, options, Loading.RESTORED),
+    ]:
+        cache.clear()
+        slots = another(**writer)
+        slots.serve(span(100))
+        slots.serve(span(60, 1000))
+        assert len(cache) == 1
+        assert another(**reader).serve(join(span(100), span(9, 500))).loaded is result
+
+
 @pytest.mark.parametrize(
     "limits", [{"ctx_checkpoints": 2}, {"checkpoint_bytes": 400}, {"ctx_checkpoints": 0}]
 )
 def test_what_a_slot_loads_is_under_its_own_limits_and_told_to_its_own_emit(
-    limits: dict[str, int], mode: str
+    limits: dict[str, int],
 ) -> None:
-    first = make(Family.HYBRID, mode=mode)
+    first = make(Family.HYBRID, mode="keep")
     _, cache = parts(first)
     first.serve(span(200), user_starts=list(range(10, 200, 20)))
     first.serve(span(100, 5000))
@@ -716,6 +745,7 @@ def test_a_checkpoint_of_other_tokens_is_reached_by_no_way(family: Family, way: 
         first.serve(span(30, 100))
         runtime = FakeRuntime(family, n_ctx=300, n_swa=16, n_vocab=10_000)
         second = Slots(runtime, cache, mode="keep", min_evaluated=1, emit=quiet)
+        second._namespace = first._namespace
         assert serve(second, prompt).reused_tokens == 0
         assert all(entry.checkpoint_at(1) is None for entry in cache if entry.tokens[0] == 9)
     elif way == "copy":
@@ -960,7 +990,8 @@ class SlotsMachine(RuleBasedStateMachine):
         if operation is not None:
             runtime.fail(operation, after=after)
         try:
-            served = self.slots.serve(prompt, kind=kind, slot=slot, user_starts=[12, 36])
+            starts = [start for start in (12, 36) if start < prompt.size]
+            served = self.slots.serve(prompt, kind=kind, slot=slot, user_starts=starts)
         except LlamakeepError:
             assert operation == "evaluate"
         else:

@@ -233,12 +233,12 @@ class PromptCache:
         if not self.enabled or not tokens.size:
             return Saving.NOTHING
         n_tokens, draft = int(tokens.size), self._draft_of(runtime, seq_id, int(tokens.size))
-        state_bytes = whole_bytes(runtime, seq_id, n_tokens)
-        draft_bytes = whole_bytes(draft, seq_id, n_tokens) if draft is not None else 0
-        self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens))
         if self._pending is not None:
             self._drop_pending()  # left by an interrupt: with one thread nobody waits meanwhile
         try:
+            state_bytes = whole_bytes(runtime, seq_id, n_tokens)
+            draft_bytes = whole_bytes(draft, seq_id, n_tokens) if draft is not None else 0
+            self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens))
             result, entry = self.alloc(
                 tokens,
                 state_bytes,

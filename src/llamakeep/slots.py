@@ -110,7 +110,8 @@ class Slots:
         checkpoint_bytes: Limit on the bytes of a slot's checkpoints.
         min_evaluated: Tokens of a prompt that are evaluated at least, in mode `keep`. Positions
             are not aligned, so warm runs round as cold ones only where batch shape does not matter.
-        namespace: What makes states incompatible with those of others in the cache.
+        namespace: What makes states incompatible with those of others in the cache. Slots that
+            restore checkpoints by position, as llama-server does, share with their like only.
         emit: Takes events, beside what `serve` returns.
         clock: Seconds.
 
@@ -159,7 +160,6 @@ class Slots:
         self._cache_idle = cache_idle_slots and cache.enabled
         self._purge: Purge = purge
         self._kv_unified = kv_unified
-        self._namespace = namespace
         self._emit_to = emit
         self._clock = clock
         self._events: list[Event] = []
@@ -167,6 +167,9 @@ class Slots:
         self._min_evaluated = min_evaluated
         self.failures: dict[str, int] = {}
         restore = ("upstream" if mode == "upstream" else "prefix") if restore is None else restore
+        # What was restored by position alone may be wrong, and no digest tells: it stays apart.
+        by_position = "upstream" in (mode, restore)
+        self._namespace = (b"position:" if by_position else b"proven:") + namespace
         checkpoints = CheckpointList(
             ctx_checkpoints,
             checkpoint_min_step,
@@ -215,7 +218,8 @@ class Slots:
         Raises:
             TokenError: For an empty prompt or a token outside the vocabulary; nothing changes.
             ContextOverflow: For more tokens than the context has; nothing changes.
-            InvalidValue: For another kind, or a slot that does not exist; nothing changes.
+            InvalidValue: For another kind, a slot that does not exist, or starts that are not
+                ascending positions of the prompt; nothing changes.
             DecodeError: When the runtime fails; the slot is empty then. Other slots and the cache
                 are whole whatever is raised.
         """
@@ -224,6 +228,9 @@ class Slots:
             raise InvalidValue(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
         if slot is not None and not 0 <= slot < len(self.slots):
             raise InvalidValue(f"slot {slot} is outside 0 to {len(self.slots) - 1}")
+        starts = [whole_number("a user message's start", start, 0) for start in user_starts]
+        if starts != sorted(set(starts)) or (starts and starts[-1] >= n_prompt):
+            raise InvalidValue(f"user_starts must ascend below {n_prompt}, not {starts}")
         wanted = tokens[:n_prompt]
         self._events = []
         with self._cache.heard_by(self._events.append):
@@ -238,7 +245,7 @@ class Slots:
             chosen.kind = kind
             chosen.prefill(
                 wanted,
-                user_starts,
+                starts,
                 task=next(self._tasks),
                 takes=kind == COMPLETION,
                 make_room=lambda n_tokens: self._make_room(chosen, n_tokens),
