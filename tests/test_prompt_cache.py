@@ -17,7 +17,7 @@ import pytest
 
 from llamakeep.checkpoints import CheckpointList
 from llamakeep.entries import Entry, Loading, Saving, ratio
-from llamakeep.errors import IntegrityError, InvalidValue, StateError
+from llamakeep.errors import IntegrityError, InvalidValue, StateError, TokenError
 from llamakeep.events import Event
 from llamakeep.policy import TokensPerByte, policy_names
 from llamakeep.prompt_cache import NO_LIMIT, PromptCache
@@ -497,6 +497,35 @@ def test_a_size_that_cannot_be_asked_for_fails_the_save_alone() -> None:
     assert (len(cache), cache.used_bytes, cache.counters) == (0, 0, {"failed_save": 1})
     cache.check()
     assert runtime.positions(0).n_tokens == 50
+
+
+@pytest.mark.parametrize("mode", ["upstream", "keep"])
+def test_no_caller_can_change_the_tokens_of_an_entry(mode: Any) -> None:
+    runtime = FakeRuntime("attention")
+    tokens = span(50)
+    cold(runtime, tokens)
+    cache = make(1 << 20, mode=mode)
+    cache.save(runtime, 0, tokens)
+    tokens[:] = 7
+    assert cache.load(runtime, 0, span(0), tokens).result is Loading.NO_MATCH
+    loaded = cache.load(runtime, 0, [], span(60).tolist())
+    assert loaded.result is Loading.RESTORED
+    with pytest.raises(ValueError, match="read-only"):
+        loaded.tokens[0] = 7
+
+
+def test_tokens_may_be_a_list_and_must_be_tokens() -> None:
+    runtime = FakeRuntime("attention")
+    cold(runtime, span(50))
+    cache = make(1 << 20)
+    assert cache.save(runtime, 0, span(50).tolist()) is Saving.SAVED
+    for bad in ([-1], [0.5], "text"):
+        with pytest.raises(TokenError):
+            cache.save(runtime, 0, bad)  # type: ignore[arg-type]
+        with pytest.raises(TokenError):
+            cache.load(runtime, 0, [], bad)  # type: ignore[arg-type]
+    assert len(cache) == 1
+    cache.check()
 
 
 def test_a_draft_models_state_goes_with_it() -> None:

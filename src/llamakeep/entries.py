@@ -115,7 +115,8 @@ class Entry:
         rolling: bool = False,
         namespace: bytes = b"",
     ) -> None:
-        self.tokens = tokens
+        self.tokens = tokens.copy()
+        self.tokens.flags.writeable = False
         self.n_bytes = n_bytes
         self.checkpoints = checkpoints
         self.rolling = rolling

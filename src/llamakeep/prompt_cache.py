@@ -58,7 +58,7 @@ from llamakeep.events import (
 )
 from llamakeep.policy import Policy, get_policy
 from llamakeep.runtime.base import Runtime
-from llamakeep.tokens import IntArray, common_prefix
+from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
 from llamakeep.wholes import Whole, read_whole, whole_bytes
 
 logger = logging.getLogger("llamakeep")
@@ -209,7 +209,7 @@ class PromptCache:
         self,
         runtime: Runtime,
         seq_id: int,
-        tokens: IntArray,
+        tokens: TokensLike,
         checkpoints: CheckpointList | None = None,
         *,
         namespace: bytes = b"",
@@ -220,16 +220,20 @@ class PromptCache:
             runtime: Holds the sequence, and its draft model's if there is one. A draft that does
                 not hold the same number of tokens is left out.
             seq_id: Which sequence.
-            tokens: What it holds; kept, not copied.
+            tokens: What it holds; copied.
             checkpoints: Its checkpoints; their data are shared.
             namespace: Entries are found in the same namespace only.
 
         An entry that still waits to be filled is cancelled first.
 
+        Raises:
+            TokenError: For what are no tokens.
+
         Returns:
             What became of it. A runtime that fails, or memory that is not there, is no exception:
             the cache is as it was, but for what made room. Costs a copy of the state.
         """
+        tokens = as_tokens(tokens)
         if not self.enabled or not tokens.size:
             return Saving.NOTHING
         n_tokens, draft = int(tokens.size), self._draft_of(runtime, seq_id, int(tokens.size))
@@ -278,7 +282,7 @@ class PromptCache:
 
     def alloc(
         self,
-        tokens: IntArray,
+        tokens: TokensLike,
         state_bytes: int,
         draft_bytes: int = 0,
         checkpoints: CheckpointList | None = None,
@@ -300,6 +304,7 @@ class PromptCache:
         """
         if self._pending is not None:
             raise InvalidValue("an entry is waiting to be filled: fill or cancel it first")
+        tokens = as_tokens(tokens)
         if not self.enabled:
             return Allocated(Saving.NOTHING)
         if any(self._contains(entry, tokens, namespace) for entry in self._entries):
@@ -414,8 +419,8 @@ class PromptCache:
         self,
         runtime: Runtime,
         seq_id: int,
-        held: IntArray,
-        prompt: IntArray,
+        held: TokensLike,
+        prompt: TokensLike,
         *,
         reach: int | None = None,
         most: int | None = None,
@@ -439,6 +444,7 @@ class PromptCache:
             `keep` it stays, unless its own bytes are to blame. Costs one pass over the entries and
             the restore.
         """
+        held, prompt = as_tokens(held), as_tokens(prompt)
         if not self.enabled:
             return Loaded(Loading.NO_MATCH)
         reach = common_prefix(held, prompt) if reach is None else reach
