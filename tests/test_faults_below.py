@@ -16,6 +16,7 @@ import pytest
 import llamakeep
 from llamakeep.stores import envelope
 from llamakeep.stores.disk import DiskStore
+from llamakeep.stores.redis import RedisStore
 from tests.disk_tools import Failing, files_below
 from tests.redis_servers import Cluster, Server, need_redis_server, wait_until
 from tests.test_durable import TEXT, run
@@ -293,8 +294,10 @@ def test_another_secret_is_a_miss_and_leaves_the_files_alone(asked: Asked, tmp_p
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server, and keepers that bear with it: a busy machine stops it for a quarter second."""
     need_redis_server()
+    monkeypatch.setitem(RedisStore.__init__.__kwdefaults__, "timeout_s", 5.0)
     running = Server()
     yield running
     running.close()
