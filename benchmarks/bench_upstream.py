@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.slots import Slots
 from tests import tiny_models
-from tests.test_upstream_beside import INFINITE, SERVER, Beside, sixteen_checkpoints
+from tests.test_upstream_beside import INFINITE, SERVER, SLOT_BYTES, Beside, sixteen_checkpoints
 from tests.test_upstream_replay import MIB, differences, option, recording
 
 
@@ -97,12 +98,12 @@ def beside() -> Iterator[Result]:
         ("checkpoints_hybrid", f"{roomy}, align 1", {}, 1.10),
         ("checkpoints_hybrid", f"{roomy}, align 8", {"align": 8}, 1.11),
         *(
-            (
-                name,
-                "60 MiB, policy marginal",
-                {"capacity_bytes": 60 * MIB, "policy": "marginal"},
-                1.10,
+            (name, f"{what}, policy {policy}", {"capacity_bytes": n, "policy": policy}, 1.10)
+            for what, n in (
+                ("60 MiB", 60 * MIB),
+                ("1.5 x cache and slot", (40 * MIB + SLOT_BYTES) * 3 // 2 - SLOT_BYTES),
             )
+            for policy in ("lru", "marginal")
             for name in attention
         ),
         (
@@ -122,10 +123,10 @@ def beside() -> Iterator[Result]:
             better="lower",
             detail={"evaluated": evaluated, "server": SERVER[name], "infinite": INFINITE[name]},
         )
-    for name in attention:
-        evaluated = Beside(name, capacity_bytes=40 * MIB, policy="marginal").evaluated()
+    for name, policy in itertools.product(attention, ("lru", "marginal")):
+        evaluated = Beside(name, capacity_bytes=40 * MIB, policy=policy).evaluated()
         yield Result(
-            name=f"beside-{name}-40 MiB, policy marginal",
+            name=f"beside-{name}-40 MiB, policy {policy}",
             value=evaluated / SERVER[name],
             unit="x the server's",
             target=0.9,

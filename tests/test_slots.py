@@ -30,7 +30,7 @@ from llamakeep.errors import (
     LlamakeepError,
     TokenError,
 )
-from llamakeep.events import Event, SlotByLru, SlotBySimilarity
+from llamakeep.events import CheckpointRestored, Event, SlotByLru, SlotBySimilarity
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import OPERATIONS, FakeRuntime
@@ -352,9 +352,25 @@ def test_answers_are_those_of_a_cold_run(family: Family, mode: str) -> None:
         assert parts(slots)[1].counters["hits"] > 3
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", [each for each in ROLLING if each is not Family.SWA])
+def test_a_checkpoint_that_saw_another_first_token_is_restored_by_upstream_alone(
+    family: Family, mode: str
+) -> None:
+    """llama-server drops checkpoints beyond the position that is evaluated next, not at it."""
+    slots = make(family, mode=mode, limit_bytes=0, n_batch=16, checkpoint_min_step=0)
+    runtime, _ = parts(slots)
+    for prompt in (span(12), span(5), span(12, 20)):
+        serve(slots, prompt)  # each is right: only the second leaves a checkpoint at 1
+    prompt = join(span(3, 20), span(9, 40))
+    slots.serve(prompt)
+    right = np.array_equal(runtime.logits(), cold(family, prompt))
+    assert right is (mode == "keep")
+
+
 @pytest.mark.parametrize("options", [{"dense": True}, {"whole": True}])
 @pytest.mark.parametrize("mode", MODES)
-def test_so_are_those_of_dense_windows_and_whole_states(mode: str, options: Any) -> None:
+def test_dense_windows_and_whole_states_answer_as_a_cold_run(mode: str, options: Any) -> None:
     runtime = FakeRuntime("swa", n_swa=16, n_seqs=2, n_batch=64, **options)
     slots = make(runtime=runtime, mode=mode)
     for prompt in (span(60), span(60, 100), span(70), join(span(65), span(9, 300)), span(65)):
@@ -953,6 +969,7 @@ class SlotsMachine(RuleBasedStateMachine):
         idle: bool,
         slots_mode: str | None,
     ) -> None:
+        self.may_err = False
         self.slots = make(
             family,
             n_seqs=3,
@@ -996,8 +1013,12 @@ class SlotsMachine(RuleBasedStateMachine):
             assert operation == "evaluate"
         else:
             assert served.evaluated_tokens >= 1
-            expected = cold(runtime.traits.family, prompt)
-            np.testing.assert_array_equal(runtime.logits(), expected)
+            # What llama-server restores by position may be wrong, and so is what comes of it.
+            restored = any(isinstance(event, CheckpointRestored) for event in served.events)
+            self.may_err |= restored and self.slots.mode == "upstream"
+            if not self.may_err:
+                expected = cold(runtime.traits.family, prompt)
+                np.testing.assert_array_equal(runtime.logits(), expected)
         runtime._planned.clear()
 
     @rule(limit=st.sampled_from([0, 500, 5000]))

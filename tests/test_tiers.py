@@ -72,7 +72,8 @@ def over_redis(url: str) -> Callable[[Path, Fixture], Open]:
         prefix = f"tier-{next(numbers)}"
 
         def begin(**options: Any) -> RedisStore:
-            return RedisStore(fixture(url), secret="hush", prefix=prefix, timeout_s=10, **options)
+            patient = {"timeout_s": 10, "connect_timeout_s": 10}  # of a machine that is busy
+            return RedisStore(fixture(url), secret="hush", prefix=prefix, **patient, **options)
 
         return begin
 

@@ -107,6 +107,8 @@ class KeptSequence:
         seq_id: Which sequence.
         align: Prompts are resumed at multiples of this.
         min_step: Least distance in tokens between checkpoints at user messages.
+        save_late: Save rows when a prompt is about to take their place, so that what is live is not
+            held twice; `save` saves at any time. Without it the caller saves after each request.
         on_device: Leave the newest checkpoint in the context's own buffers (not where there is a
             window, which llama.cpp cannot leave there).
         namespace: Digest of everything that makes states incompatible: what it keeps and finds is
@@ -127,6 +129,7 @@ class KeptSequence:
         *,
         align: int = 8,
         min_step: int = 512,
+        save_late: bool = False,
         on_device: bool = False,
         namespace: bytes = b"",
     ) -> None:
@@ -140,6 +143,7 @@ class KeptSequence:
         self._seq_id = seq_id
         self._align = align
         self._min_step = min_step
+        self._save_late = save_late
         traits = runtime.traits
         self._on_device = on_device and not (traits.whole_because or traits.family.has_window)
         self._device: DeviceCheckpoint | None = None
@@ -189,8 +193,11 @@ class KeptSequence:
             How far it got, and why no further. Never fails: what cannot be used is a miss.
         """
         begin = time.perf_counter()
-        self.mode, self.due = mode, []
         common = common_prefix(self.live.tokens, prompt)
+        if self._save_late and common < self.live.n_tokens:
+            with self._tree.pin(prompt):  # what it makes room for is about to be restored
+                self.save()
+        self.mode, self.due = mode, []
         limit = deepest_resume(prompt.size, self._align)
         if mode.reads:
             reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)

@@ -52,6 +52,10 @@ _BROKEN = (
 """After these the server counts as gone; what else it says is an answer."""
 
 
+class _Occupied(Exception):
+    """Another thread is connecting still: that says nothing about the server."""
+
+
 class RedisLink:
     """Runs commands on a server, within a deadline and behind a circuit breaker.
 
@@ -266,6 +270,10 @@ class RedisLink:
             else:
                 self._breaker.succeeded(ticket)  # it said no, but it did answer
             raise Unreachable(str(error)) from error
+        except _Occupied as error:
+            if ticket.probe:
+                self._breaker.failed(ticket)
+            raise Unreachable(str(error)) from error
         except Exception as error:
             self._note(error)
             self._failed(ticket, error)
@@ -360,7 +368,7 @@ class RedisLink:
         if client is not None:
             return client
         if not self._lock.acquire(timeout=self._deadlines.dialling()):
-            raise TimeoutError("another thread is connecting")
+            raise _Occupied("another thread is connecting")
         try:
             if self._closed:
                 raise ConnectionError("closed")
