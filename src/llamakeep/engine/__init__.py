@@ -1,0 +1,1 @@
+"""Many requests on one model: slots that share batches, over the prefix tree."""
