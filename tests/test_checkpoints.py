@@ -51,6 +51,16 @@ def test_deepest_resume_is_the_deepest(n_tokens: int, align: int) -> None:
     assert deepest_resume(n_tokens, align) == max(brute, default=0)
 
 
+@given(n_tokens=st.integers(0, 100), align=aligns, min_evaluated=st.integers(1, 120))
+def test_the_checkpoint_near_the_end_is_where_a_repeat_resumes(
+    n_tokens: int, align: int, min_evaluated: int
+) -> None:
+    deepest = deepest_resume(n_tokens, align, min_evaluated)
+    assert deepest == max(0, (n_tokens - min_evaluated) // align * align)
+    taken = positions_to_take(n_tokens, 0, align=align, min_step=8, min_evaluated=min_evaluated)
+    assert taken == ([deepest] if deepest else [])
+
+
 # -- where -----------------------------------------------------------------------------------------
 
 

@@ -897,7 +897,18 @@ def test_fault_17_in_families_with_checkpoints(family: Family) -> None:
     slots = make(family, mode="keep")
     chats = [join(span(193), span(48, start)) for start in (500, 700)]
     reused = [serve(slots, chats[turn % 2]).reused_tokens for turn in range(4)]
-    assert reused[2:] == [239, 239]  # the checkpoint near the end
+    assert reused[2:] == [240, 240]  # the checkpoint near the end
+
+
+@pytest.mark.parametrize("min_evaluated", [1, 2, 5, 9, 300])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_repeat_evaluates_as_few_tokens_as_it_may(family: Family, min_evaluated: int) -> None:
+    slots = make(family, mode="keep", min_evaluated=min_evaluated)
+    prompt, least = span(241), min(min_evaluated, 241)
+    assert serve(slots, prompt).reused_tokens == 0
+    assert serve(slots, prompt).evaluated_tokens == least  # cut back
+    serve(slots, span(100, 1000))
+    assert serve(slots, prompt).evaluated_tokens == least  # loaded
 
 
 def test_fault_26_what_is_never_asked_for_again_is_not_stored() -> None:

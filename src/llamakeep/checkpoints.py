@@ -44,12 +44,12 @@ MIN_EVALUATED = 2
 """Prompt tokens that are always evaluated: a row evaluated alone is rounded differently."""
 
 
-def deepest_resume(n_tokens: int, align: int) -> int:
+def deepest_resume(n_tokens: int, align: int, min_evaluated: int = MIN_EVALUATED) -> int:
     """Return the deepest position a prompt of `n_tokens` may be resumed at (0 at the least).
 
-    It leaves `MIN_EVALUATED` tokens to evaluate and is a multiple of `align`.
+    It leaves `min_evaluated` tokens to evaluate and is a multiple of `align`.
     """
-    return align_down(n_tokens - MIN_EVALUATED, align)
+    return align_down(n_tokens - min_evaluated, align)
 
 
 def positions_to_take(
@@ -61,6 +61,7 @@ def positions_to_take(
     user_starts: Sequence[int] = (),
     branch: int = 0,
     present: Iterable[int] = (),
+    min_evaluated: int = MIN_EVALUATED,
 ) -> list[int]:
     """Return the positions at which to take a checkpoint while a prompt is evaluated.
 
@@ -77,12 +78,13 @@ def positions_to_take(
         user_starts: Positions where a user message starts, ascending.
         branch: Position where the prompt left what was known; 0 for none.
         present: Positions that have a checkpoint already.
+        min_evaluated: Tokens that whoever resumes the prompt leaves to evaluate.
 
     Returns:
         Ascending positions in (resume, n_tokens].
     """
     known = frozenset(present)
-    deepest = deepest_resume(n_tokens, align)
+    deepest = deepest_resume(n_tokens, align, min_evaluated)
     starts = [align_down(start, align) for start in user_starts if start <= deepest]
     wanted = {deepest, align_down(min(branch, deepest), align), *starts[-1:]}
     wanted = {position for position in wanted if position > resume}
@@ -334,6 +336,7 @@ class CheckpointList:
             user_starts=user_starts,
             branch=self._branch,
             present=[item.n_tokens for item in self._items],
+            min_evaluated=self._min_evaluated,
         )
 
     @property
@@ -626,7 +629,7 @@ class CheckpointList:
         n_rows: int,
     ) -> Resume:
         """Go on at what is live, or at the deepest checkpoint that is proven to be the prompt's."""
-        deepest = max(0, int(prompt.size) - self._min_evaluated)
+        deepest = deepest_resume(int(prompt.size), 1, self._min_evaluated)
         target = min(common, deepest)
         live = target > 0 and (
             (at_end and target == common)

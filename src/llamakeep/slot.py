@@ -162,13 +162,13 @@ class Slot:
         Returns:
             Tokens of the prompt that it holds now: at least one is left to evaluate.
         """
-        common, traits = min(common_prefix(self.tokens, prompt), most), self._runtime.traits
+        common = min(common_prefix(self.tokens, prompt), most)
         found = self.checkpoints.resume(
             common,
             prompt,
             pos_next=common,
             live_pos_min=self._pos_min(),
-            n_swa=0 if traits.dense or traits.whole_because else traits.n_swa,
+            n_swa=self._n_swa(),
             n_new=int(prompt.size) - common,
             n_live=self.n_tokens,
         )
@@ -181,6 +181,16 @@ class Slot:
         if self._runtime.traits.whole_because:
             return self.n_tokens - 1
         return self._runtime.positions(self.slot_id).pos_min
+
+    def _n_swa(self) -> int:
+        """Return the window that `_pos_min` speaks of; 0 where it speaks of none.
+
+        Beside a recurrent state it is that state's position, whatever the window holds. Only
+        llama-server's rule takes it for the window's; a checkpoint's window the runtime looks at.
+        """
+        traits = self._runtime.traits
+        recurrent = traits.family.has_recurrent and self.checkpoints.restore != "upstream"
+        return 0 if traits.dense or traits.whole_because or recurrent else traits.n_swa
 
     def _cut(self, tokens: IntArray, checkpoint: Checkpoint | DeviceCheckpoint | None) -> None:
         """Cut the slot back in place, or empty it when that fails."""

@@ -30,7 +30,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from llamakeep.checkpoints import MIN_EVALUATED, CheckpointList, Restore
+from llamakeep.checkpoints import MIN_EVALUATED, CheckpointList, Restore, deepest_resume
 from llamakeep.entries import Loaded, Loading, Saving, ratio
 from llamakeep.errors import (
     ContextOverflow,
@@ -369,7 +369,7 @@ class Slots:
 
     def _most(self, prompt: IntArray) -> int:
         """Return how many tokens of a prompt may be reused."""
-        return max(0, int(prompt.size) - self._min_evaluated)
+        return deepest_resume(int(prompt.size), 1, self._min_evaluated)
 
     def _save_idle(self, chosen: Slot) -> None:
         for slot in self.slots:
