@@ -330,6 +330,21 @@ def test_purging_goes_on_until_there_is_room_and_no_further() -> None:
     ] == [20, 0, 0, 60]
 
 
+@pytest.mark.parametrize("purge", ["first", "lru", "longest"])
+def test_what_a_prompt_is_copied_from_is_purged_last(purge: str) -> None:
+    slots = make(
+        n_seqs=3, n_ctx=100, purge=purge, mode="keep", cache_idle_slots=False, limit_bytes=100
+    )
+    slots.serve(span(40), slot=0)  # first, longest, and used least recently; none can be saved
+    slots.serve(span(38, 1000), slot=1)
+    served = serve(slots, join(span(40), span(9, 500)), slot=2)
+    assert served.reused_tokens == 40
+    assert [slot.n_tokens for slot in slots.slots] == [40, 0, 49]
+    # When it is the last one left, it goes as well.
+    served = serve(slots, join(span(40), span(55, 700)), slot=1)
+    assert [slot.n_tokens for slot in slots.slots] == [0, 95, 0]
+
+
 # -- right answers in every family -----------------------------------------------------------------
 
 

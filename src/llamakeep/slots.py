@@ -314,10 +314,10 @@ class Slots:
         else:
             if common_prefix(slot.tokens, prompt) < slot.n_tokens:
                 self._save(slot)
-            self._make_room(slot, int(prompt.size) - slot.n_tokens)
-            most = self._most(prompt)
-            own = slot.reach(prompt, most)
+            most, n_new = self._most(prompt), int(prompt.size) - slot.n_tokens
             other, others = self._best_other(slot, prompt)
+            self._make_room(slot, n_new, other if others > slot.reach(prompt, most) else None)
+            own, (other, others) = slot.reach(prompt, most), self._best_other(slot, prompt)
             loaded = self._load(slot, prompt, max(own, others))
             if loaded.result is Loading.FAILED:
                 own, (other, others) = 0, self._best_other(slot, prompt)
@@ -383,14 +383,24 @@ class Slots:
             if self._kv_unified and (kept or slot.kind in _STATELESS):
                 self._clear(slot)
 
-    def _make_room(self, slot: Slot, n_tokens: int) -> None:
-        """Empty idle slots, one by one, until the context has room for `n_tokens` more."""
+    def _make_room(self, slot: Slot, n_tokens: int, source: Slot | None = None) -> None:
+        """Empty idle slots, one by one, until the context has room for `n_tokens` more.
+
+        Cells that a copy shares with its source are counted twice, so room may be made that is
+        there already.
+
+        Args:
+            slot: Stays as it is.
+            n_tokens: Tokens that come into it.
+            source: What may be copied into it: emptied when no other slot is left.
+        """
         if not (self._kv_unified and self._runtime.traits.family.has_rows):
             return
         while sum(each.n_tokens for each in self.slots) + n_tokens > self._runtime.n_ctx:
             idle = [each for each in self.slots if each is not slot and each.n_tokens]
             if not idle:
                 return  # the runtime says what is wrong
+            idle = [each for each in idle if each is not source] or idle
             if self._purge == "lru":
                 victim = min(idle, key=lambda each: each.last_used)
             elif self._purge == "longest":
