@@ -1,0 +1,529 @@
+"""What a server is told: one table of options.
+
+`ServerSettings` is the table: each field is one option, with its flags, what it takes, its default
+and its help; the command line, the TOML file, the environment and `--help` are read off it. Where
+the values come from: see `sources.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.policy import get_policy
+from llamakeep.server.options import (
+    DIRECTORY,
+    FILE,
+    NO_LIMIT,
+    SIZE,
+    SWITCH,
+    TEXT,
+    Kind,
+    Option,
+    choice,
+    many,
+    option,
+    or_none,
+    read_file,
+    read_layers,
+    read_name,
+    read_origin,
+    read_ram,
+    read_scaled,
+    read_text,
+    read_unified,
+    real,
+    whole,
+)
+
+MASK = "***"
+"""Stands in for a secret wherever settings are shown."""
+DEFAULT_RAM_BYTES = 8 << 30
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+MIN_SLOT_TOKENS = 64
+"""A slot with less room cannot even prove that its states can be kept."""
+
+_UNSET = -1
+_BY_CACHE = {"tree": (32, 512, "lru"), "prompt": (32, 8192, "upstream")}
+
+# -- the table -------------------------------------------------------------------------------------
+MODEL, CONTEXT, CACHE = "Model", "Context and batches", "What is kept"
+NETWORK, ANSWERS = "Who may ask, and where", "Requests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is told. Each field is an option; its help says what it means.
+
+    None means that nothing was chosen. Sizes are bytes, times are seconds. `repr` shows no secret.
+    """
+
+    model: Path = field(
+        default=Path(), metadata=option(MODEL, "-m --model", FILE, "The model: a GGUF file.")
+    )
+    alias: str | None = field(
+        default=None,
+        metadata=option(
+            MODEL,
+            "-a --alias",
+            or_none(TEXT, ""),
+            "What clients see as the model's name, instead of the file's.",
+        ),
+    )
+    gpu_layers: int = field(
+        default=-1,
+        metadata=option(
+            MODEL,
+            "-ngl --gpu-layers --n-gpu-layers",
+            Kind(read_layers, "N"),
+            "Layers on the GPU; -1, auto or all for as many as there are.",
+        ),
+    )
+    lora: tuple[Path, ...] = field(
+        default=(),
+        metadata=option(MODEL, "--lora", many(read_file, "FILE", is_path=True), "A LoRA adapter."),
+    )
+    lora_scaled: tuple[tuple[Path, float], ...] = field(
+        default=(),
+        metadata=option(
+            MODEL,
+            "--lora-scaled",
+            many(read_scaled, "FILE:SCALE", is_path=True),
+            "A LoRA adapter and how strongly it acts.",
+        ),
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata=option(
+            MODEL,
+            "--chat-template",
+            or_none(TEXT, ""),
+            "A Jinja template, or the name of a built-in one, instead of the model's own.",
+        ),
+    )
+    chat_template_file: Path | None = field(
+        default=None, metadata=option(MODEL, "--chat-template-file", FILE, "The same, from a file.")
+    )
+
+    ctx_size: int = field(
+        default=0,
+        metadata=option(
+            CONTEXT,
+            "-c --ctx-size",
+            whole(0),
+            "Tokens that all slots together have room for; 0 for as many as the model knows.",
+        ),
+    )
+    parallel: int = field(
+        default=1,
+        metadata=option(
+            CONTEXT,
+            "-np --parallel",
+            whole(1, 256),
+            "Slots: requests that are answered at the same time.",
+        ),
+    )
+    batch_size: int = field(
+        default=2048,
+        metadata=option(
+            CONTEXT, "-b --batch-size", whole(1), "Most tokens in one call of llama.cpp."
+        ),
+    )
+    ubatch_size: int = field(
+        default=512,
+        metadata=option(
+            CONTEXT, "-ub --ubatch-size", whole(1), "Most tokens in one compute graph."
+        ),
+    )
+    flash_attn: str = field(
+        default="on",
+        metadata=option(
+            CONTEXT, "-fa --flash-attn", choice("on", "off", "auto"), "Flash attention."
+        ),
+    )
+    cache_type_k: str = field(
+        default="f16",
+        metadata=option(
+            CONTEXT,
+            "-ctk --cache-type-k",
+            choice(*KV_TYPES),
+            "Type of the keys: " + ", ".join(KV_TYPES) + ".",
+        ),
+    )
+    cache_type_v: str = field(
+        default="f16",
+        metadata=option(
+            CONTEXT, "-ctv --cache-type-v", choice(*KV_TYPES), "Type of the values, likewise."
+        ),
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=option(
+            CONTEXT,
+            "-t --threads",
+            or_none(whole(1, 4096), -1),
+            "Threads that generate; -1 for one per physical core.",
+        ),
+    )
+    threads_batch: int | None = field(
+        default=None,
+        metadata=option(
+            CONTEXT,
+            "-tb --threads-batch",
+            or_none(whole(1, 4096), -1),
+            "Threads that read prompts; -1 for as many as generate.",
+        ),
+    )
+    kv_unified: bool = field(
+        default=True,
+        metadata=option(
+            CONTEXT,
+            "-kvu --kv-unified/--no-kv-unified",
+            Kind(read_unified),
+            "One buffer for all slots; always on.",
+        ),
+    )
+
+    cache: str = field(
+        default="tree",
+        metadata=option(
+            CACHE,
+            "--cache",
+            choice("tree", "prompt", "off"),
+            "A tree that all prompts share; whole prompts, as in llama-server; or nothing.",
+        ),
+    )
+    cache_ram_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            CACHE,
+            "-cram --cache-ram",
+            Kind(read_ram, "MIB"),
+            "Memory for it, in MiB or like 8GiB; 0: none; -1: half of what is free. Without: 8192, "
+            "or half of what is free if that is less.",
+        ),
+    )
+    cache_dir: Path | None = field(
+        default=None,
+        metadata=option(
+            CACHE, "--cache-dir", DIRECTORY, "Keep it on disk too, so that it survives a restart."
+        ),
+    )
+    disk_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            CACHE, "--disk-bytes", SIZE, "Most bytes there. Without: a quarter of what is free."
+        ),
+    )
+    redis_url: str | None = field(
+        default=None,
+        repr=False,
+        metadata=option(
+            CACHE,
+            "--redis-url",
+            or_none(TEXT, ""),
+            "Share it with other machines through this server; needs a secret.",
+        ),
+    )
+    secret: str | None = field(
+        default=None,
+        repr=False,
+        metadata=option(
+            CACHE,
+            "--secret",
+            or_none(TEXT, ""),
+            "Seals what leaves this process. Others can read flags: LLAMAKEEP_SECRET is better.",
+        ),
+    )
+    salt: str = field(
+        default="",
+        repr=False,
+        metadata=option(CACHE, "", TEXT, "Servers with different salts share nothing."),
+    )
+    allow_unauthenticated: bool = field(
+        default=False,
+        metadata=option(
+            CACHE,
+            "--allow-unauthenticated",
+            SWITCH,
+            "Share without a secret: whoever can write to that server can forge states.",
+        ),
+    )
+    policy: str = field(
+        default="",
+        metadata=option(
+            CACHE,
+            "--policy",
+            TEXT,
+            "What goes first: lru, oldest, tokens-per-byte or marginal. Without: lru; with "
+            "--cache prompt: upstream.",
+        ),
+    )
+    align: int = field(
+        default=8,
+        metadata=option(
+            CACHE,
+            "--align",
+            whole(1, 4096),
+            "Resume at multiples of this, so that rows round as in a cold run; 1: anywhere.",
+        ),
+    )
+    ctx_checkpoints: int = field(
+        default=_UNSET,
+        metadata=option(
+            CACHE,
+            "-ctxcp --ctx-checkpoints --swa-checkpoints",
+            whole(0),
+            "Most checkpoints along one prompt, for models that need them. Without: 32.",
+        ),
+    )
+    checkpoint_min_step: int = field(
+        default=_UNSET,
+        metadata=option(
+            CACHE,
+            "-cms --checkpoint-min-step",
+            whole(0),
+            "Least tokens between those at user messages. Without: 512; with --cache prompt: 8192.",
+        ),
+    )
+    cache_idle_slots: bool = field(
+        default=True,
+        metadata=option(
+            CACHE,
+            "--cache-idle-slots/--no-cache-idle-slots",
+            SWITCH,
+            "Clear idle slots, which slow the others down; they are kept before.",
+        ),
+    )
+    slot_prompt_similarity: float = field(
+        default=0.1,
+        metadata=option(
+            CACHE,
+            "-sps --slot-prompt-similarity",
+            real(0, 1),
+            "With --cache prompt: share of a prompt that a slot must hold to be chosen for that.",
+        ),
+    )
+    slot_save_path: Path | None = field(
+        default=None,
+        metadata=option(
+            CACHE,
+            "--slot-save-path",
+            DIRECTORY,
+            "Where /slots/{id}?action=save writes files. Without: it does not.",
+        ),
+    )
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata=option(NETWORK, "--host", Kind(read_name, "HOST"), "The address to listen on."),
+    )
+    port: int = field(
+        default=8080,
+        metadata=option(
+            NETWORK, "--port", whole(0, 65535, "PORT"), "The port; 0 for any that is free."
+        ),
+    )
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata=option(
+            NETWORK,
+            "--api-key",
+            many(read_text, "KEY"),
+            "Only who has this key may ask. Others can read flags: --api-key-file is better.",
+        ),
+    )
+    api_key_file: Path | None = field(
+        default=None,
+        metadata=option(NETWORK, "--api-key-file", FILE, "A file with keys, one a line."),
+    )
+    cors: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            NETWORK,
+            "--cors",
+            many(read_origin, "ORIGIN"),
+            "Pages of this origin may ask from a browser; * for all.",
+        ),
+    )
+    metrics: bool = field(
+        default=True,
+        metadata=option(
+            NETWORK, "--metrics/--no-metrics", SWITCH, "Answer /metrics, for Prometheus."
+        ),
+    )
+    slots: bool = field(
+        default=True, metadata=option(NETWORK, "--slots/--no-slots", SWITCH, "Answer /slots.")
+    )
+
+    predict: int | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "-n --predict --n-predict",
+            or_none(whole(0), -1),
+            "Most tokens of an answer whose request has no limit; -1 for no limit.",
+        ),
+    )
+    queue: int = field(
+        default=256,
+        metadata=option(
+            ANSWERS,
+            "--queue",
+            whole(0, 1 << 20),
+            "Most requests that wait for a slot; others get 503.",
+        ),
+    )
+    max_body_bytes: int = field(
+        default=16 << 20, metadata=option(ANSWERS, "--max-body", SIZE, "Largest request.")
+    )
+    timeout_s: float = field(
+        default=3600.0,
+        metadata=option(
+            ANSWERS,
+            "-to --timeout",
+            real(1, 1e9, "SECONDS"),
+            "How long a client may take to read or write.",
+        ),
+    )
+    drain_s: float = field(
+        default=10.0,
+        metadata=option(
+            ANSWERS,
+            "--drain",
+            real(0, 1e6, "SECONDS"),
+            "How long running answers may go on when the server is told to end.",
+        ),
+    )
+
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Where each value that is no default came from, as messages name it: `--port`."""
+
+    def __post_init__(self) -> None:
+        for name, value in zip(
+            ("ctx_checkpoints", "checkpoint_min_step", "policy"),
+            _BY_CACHE.get(self.cache, _BY_CACHE["tree"]),
+            strict=True,
+        ):
+            if getattr(self, name) in (_UNSET, ""):
+                object.__setattr__(self, name, value)
+        try:
+            get_policy(self.policy, "prompts" if self.cache == "prompt" else "tree")
+        except InvalidValue as error:
+            raise InvalidValue(f"{self.where('policy')}: {error}") from None
+        if 0 < self.ctx_size < self.parallel * MIN_SLOT_TOKENS:
+            slots = "one slot" if self.parallel == 1 else f"{self.parallel} slots"
+            raise InvalidValue(
+                f"{self.where('ctx_size')}: a context of {self.ctx_size} tokens is too small for "
+                f"{slots}: {self.parallel * MIN_SLOT_TOKENS} is the least"
+            )
+
+    def where(self, name: str) -> str:
+        """Return what messages call an option: where its value came from."""
+        return self.sources.get(name) or BY_NAME[name].flag
+
+    def masked(self) -> dict[str, Any]:
+        """Return every value by its name, JSON-ready, with `***` for secrets."""
+        shown = {each.name: _jsonable(getattr(self, each.name)) for each in OPTIONS}
+        return {n: MASK if BY_NAME[n].is_secret and value else value for n, value in shown.items()}
+
+    @property
+    def adapters(self) -> tuple[tuple[Path, float], ...]:
+        """LoRA adapters and their scales."""
+        return (*((path, 1.0) for path in self.lora), *self.lora_scaled)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of an answer whose request has no limit; None for no limit."""
+        return self.predict
+
+    def capacity_bytes(self, available_bytes: int) -> int:
+        """Return how many bytes of states may be in memory.
+
+        Args:
+            available_bytes: Memory that is free now; without a number of the user's own, no more
+                than half of it is taken, as `NO_LIMIT_SHARE` of the prompt cache says.
+        """
+        from llamakeep.prompt_cache import NO_LIMIT_SHARE
+
+        share = int(available_bytes * NO_LIMIT_SHARE)
+        if self.cache == "off":
+            return 0
+        if self.cache_ram_bytes is None:
+            return min(DEFAULT_RAM_BYTES, share)
+        return share if self.cache_ram_bytes == NO_LIMIT else self.cache_ram_bytes
+
+    def read_api_keys(self) -> tuple[str, ...]:
+        """Return the keys that may ask, those of the file included. None: everybody may.
+
+        Raises:
+            InvalidValue: For a file that cannot be read, or has no key.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        lines = map(str.strip, self._read("api_key_file", self.api_key_file).splitlines())
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if not keys:
+            raise InvalidValue(f"{self.where('api_key_file')}: no key is in {self.api_key_file}")
+        return (*self.api_key, *keys)
+
+    def read_chat_template(self) -> str | None:
+        """Return the template that takes the place of the model's own, if there is one.
+
+        Raises:
+            InvalidValue: For a file that cannot be read.
+        """
+        if self.chat_template_file is None:
+            return self.chat_template
+        return self._read("chat_template_file", self.chat_template_file)
+
+    def check_files(self) -> None:
+        """Raise if something is missing that a value names. Reads no model.
+
+        Raises:
+            ModelError: For the model or an adapter.
+            InvalidValue: For anything else, with the option that named it.
+        """
+        for name, path in (
+            ("model", self.model),
+            *(("lora", path) for path in self.lora),
+            *(("lora_scaled", path) for path, _ in self.lora_scaled),
+        ):
+            if not path.is_file():
+                what = "is no file" if path.exists() else "does not exist"
+                raise ModelError(f"{self.where(name)}: {path} {what}")
+        self.read_api_keys()
+        self.read_chat_template()
+        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
+            raise InvalidValue(
+                f"{self.where('slot_save_path')}: {self.slot_save_path} is no directory"
+            )
+
+    def _read(self, name: str, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise InvalidValue(f"{self.where(name)}: {path} is not UTF-8") from None
+        except OSError as error:
+            raise InvalidValue(
+                f"{self.where(name)}: cannot read {path}: {error.strerror or error}"
+            ) from error
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_jsonable(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+OPTIONS: tuple[Option, ...] = tuple(
+    Option(each.name, default=each.default, is_secret=not each.repr, **each.metadata)
+    for each in fields(ServerSettings)
+    if each.metadata
+)
+"""The table, in the order of help."""
+BY_NAME = {each.name: each for each in OPTIONS}

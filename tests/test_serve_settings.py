@@ -1,0 +1,324 @@
+"""Where a server's settings come from, what is refused, and what is never shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.server.options import Option
+from llamakeep.server.settings import BY_NAME, MASK, OPTIONS, ServerSettings
+from llamakeep.server.sources import CONFIG_ENV, resolve
+from llamakeep.tiers import ENVIRONMENT, TierSettings
+
+MODEL = {"model": "m.gguf"}
+SECRET = "a-secret-that-nobody-sees"
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "serve.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def of(environment: dict[str, str] | None = None, **flags: Any) -> ServerSettings:
+    return resolve(MODEL | flags, environment=environment or {})
+
+
+def test_the_defaults() -> None:
+    settings = of()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8080)
+    assert (settings.parallel, settings.flash_attn, settings.cache) == (1, "on", "tree")
+    assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 512)
+    assert settings.policy == "lru"
+    assert settings.max_tokens is None
+    assert settings == ServerSettings(model=Path("m.gguf"))
+
+
+def test_prompt_mode_has_the_defaults_of_llama_server() -> None:
+    settings = of(cache="prompt")
+    assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 8192)
+    assert settings.policy == "upstream"
+
+
+def test_each_source_is_over_the_one_before(tmp_path: Path) -> None:
+    path = toml(tmp_path, "port = 1\nparallel = 2\nqueue = 3\n")
+    environment = {"LLAMAKEEP_PARALLEL": "20", "LLAMAKEEP_QUEUE": "30"}
+    settings = resolve(MODEL | {"queue": "300"}, config=path, environment=environment)
+    assert (settings.port, settings.parallel, settings.queue) == (1, 20, 300)
+    assert settings.sources == {
+        "model": "--model",
+        "port": "port in serve.toml",
+        "parallel": "LLAMAKEEP_PARALLEL",
+        "queue": "--queue",
+    }
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'model = "m.gguf"\nport = 81\n')
+    assert resolve(environment={CONFIG_ENV: str(path)}).port == 81
+
+
+def test_a_flag_that_did_not_come_changes_nothing() -> None:
+    assert of({"LLAMAKEEP_METRICS": "off", "LLAMAKEEP_API_KEY": "k"}, metrics=None, api_key=[]) == (
+        ServerSettings(model=Path("m.gguf"), metrics=False, api_key=("k",))
+    )
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_can_come_from_file_and_environment_alike(
+    option: Option, tmp_path: Path
+) -> None:
+    text = _example(option)
+    environment = {"LLAMAKEEP_MODEL": "m.gguf", option.env: text}
+    of_environment = resolve(environment=environment)
+    path = toml(tmp_path, f"{option.key} = {json.dumps(text)}")
+    of_file = resolve(config=path, environment={"LLAMAKEEP_MODEL": "m.gguf"} | _model(option))
+    assert of_environment.sources[option.name] == option.env
+    assert of_file.sources[option.name] == f"{option.key} in serve.toml"
+    assert getattr(of_environment, option.name) == getattr(of_file, option.name)
+    if option.flags:
+        flags: dict[str, Any] = MODEL | {option.name: [text] if option.kind.repeatable else text}
+        of_flag = resolve(flags, environment={})
+        assert of_flag.sources[option.name] == f"--{option.key}"
+        assert getattr(of_flag, option.name) == getattr(of_environment, option.name)
+
+
+def _example(option: Option) -> str:
+    """A value, in text, that the option takes and that is not its default."""
+    words = {
+        "cors": "https://a.example",
+        "lora_scaled": "/a/style.gguf:0.5",
+        "policy": "oldest",
+        "slot_prompt_similarity": "0.5",
+        "kv_unified": "true",
+        "cache": "off",
+        "flash_attn": "off",
+        "host": "0.0.0.0",
+        "ctx_size": "4096",
+    }
+    if option.name in words:
+        return words[option.name]
+    if option.kind.is_path:
+        return "/a/file"
+    if option.default is True or option.default is False:
+        return "off" if option.default else "on"
+    return {"TYPE": "q8_0", "SIZE": "3MiB"}.get(option.kind.metavar, "7")
+
+
+def _model(option: Option) -> dict[str, str]:
+    return {"LLAMAKEEP_MODEL": ""} if option.name == "model" else {}
+
+
+def test_what_attach_reads_from_the_environment_means_the_same() -> None:
+    environment = {
+        "LLAMAKEEP_CACHE_DIR": "~/kept",
+        "LLAMAKEEP_DISK_BYTES": "3GiB",
+        "LLAMAKEEP_REDIS_URL": "redis://h",
+        "LLAMAKEEP_SECRET": SECRET,
+        "LLAMAKEEP_SALT": "tenant",
+    }
+    assert set(environment) == set(ENVIRONMENT.values())
+    attached, served = TierSettings.resolve(environment=environment), of(environment)
+    for name in ENVIRONMENT:
+        assert getattr(served, name) == getattr(attached, name)
+        assert BY_NAME[name].env == ENVIRONMENT[name]
+
+
+def test_an_empty_variable_is_none_and_an_empty_flag_switches_off() -> None:
+    assert of({"LLAMAKEEP_PORT": "", "LLAMAKEEP_CACHE_DIR": ""}) == of()
+    assert of({"LLAMAKEEP_CACHE_DIR": "/kept"}, cache_dir="").cache_dir is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "65536"),
+        ("port", "eight"),
+        ("port", "8" * 5000),
+        ("port", "\N{ARABIC-INDIC DIGIT EIGHT}"),
+        ("parallel", "0"),
+        ("ctx_size", "-1"),
+        ("batch_size", "1e3"),
+        ("cache", "trees"),
+        ("cache_ram_bytes", "-2"),
+        ("cache_ram_bytes", "8GB"),
+        ("max_body_bytes", "16MB"),
+        ("slot_prompt_similarity", "nan"),
+        ("slot_prompt_similarity", "1.1"),
+        ("timeout_s", "inf"),
+        ("cors", "example.org"),
+        ("cors", "https://a.example/path"),
+        ("lora_scaled", "style.gguf"),
+        ("lora_scaled", "style.gguf:nan"),
+        ("host", " "),
+        ("policy", "newest"),
+        ("policy", "upstream"),
+        ("alias", "a\0b"),
+    ],
+)
+def test_a_wrong_value_names_its_option(name: str, value: str) -> None:
+    flag = f"--{BY_NAME[name].key}"
+    with pytest.raises(InvalidValue, match=f"^{flag}[ :]"):
+        of(**{name: [value] if BY_NAME[name].kind.repeatable else value})
+    if "\0" not in value and value.strip():
+        with pytest.raises(InvalidValue, match=f"^{BY_NAME[name].env}[ :]"):
+            of({BY_NAME[name].env: value})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["port = 65536", "port = true", "port = 1.5", "alias = 3", "cors = [3]", "queue = []"],
+)
+def test_a_wrong_value_in_a_file_names_key_and_file(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidValue, match=rf"^{line.split()[0]} in serve\.toml must be"):
+        resolve(MODEL, config=toml(tmp_path, line), environment={})
+
+
+def test_typed_values_of_a_file(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        'flash_attn = false\nmax-body = 1024\ncache-ram = "1GiB"\ncors = ["https://a.example"]\n'
+        "timeout = 5\nmetrics = false\n",
+    )
+    settings = resolve(MODEL, config=path, environment={})
+    assert (settings.flash_attn, settings.max_body_bytes) == ("off", 1024)
+    assert (settings.cache_ram_bytes, settings.cors) == (1 << 30, ("https://a.example",))
+    assert (settings.timeout_s, settings.metrics) == (5.0, False)
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path, 'model = "m.gguf"\nlora-scaled = ["style.gguf:0.5", "/a/b.gguf:1"]\nlora = "c"\n'
+    )
+    settings = resolve(config=path, environment={})
+    assert settings.model == tmp_path / "m.gguf"
+    assert settings.lora_scaled == ((tmp_path / "style.gguf", 0.5), (Path("/a/b.gguf"), 1.0))
+    assert settings.adapters[0] == (tmp_path / "c", 1.0)
+    assert resolve(MODEL, config=path, environment={}).model == Path("m.gguf")
+
+
+def test_an_unknown_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"serve\.toml has an unknown key 'prot'.*'port'"):
+        resolve(MODEL, config=toml(tmp_path, "prot = 1"), environment={})
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"\xff", None])
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "serve.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidValue, match=r"serve\.toml"):
+        resolve(MODEL, config=path, environment={})
+
+
+def test_without_a_model() -> None:
+    with pytest.raises(InvalidValue, match=r"--model FILE"):
+        resolve(environment={})
+
+
+def test_a_divided_buffer_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidValue, match=r"^--no-kv-unified is refused: .*unified"):
+        of(kv_unified=False)
+
+
+def test_two_templates_are_one_too_many_unless_one_source_is_over_the_other() -> None:
+    with pytest.raises(InvalidValue, match="--chat-template and --chat-template-file"):
+        of(chat_template="chatml", chat_template_file="f.jinja")
+    settings = of({"LLAMAKEEP_CHAT_TEMPLATE_FILE": "f.jinja"}, chat_template="chatml")
+    assert (settings.chat_template, settings.chat_template_file) == ("chatml", None)
+
+
+def test_a_context_that_is_too_small_for_the_slots() -> None:
+    with pytest.raises(InvalidValue, match=r"^--ctx-size: .*255 tokens .* 4 slots: 256 is"):
+        of(ctx_size="255", parallel="4")
+    assert of(ctx_size="256", parallel="4").ctx_size == 256
+
+
+def test_memory_for_states() -> None:
+    assert of().capacity_bytes(64 << 30) == 8 << 30
+    assert of().capacity_bytes(4 << 30) == 2 << 30
+    assert of(cache_ram_bytes="-1").capacity_bytes(64 << 30) == 32 << 30
+    assert of(cache_ram_bytes="100").capacity_bytes(1 << 20) == 100 << 20
+    assert of(cache_ram_bytes="0").capacity_bytes(1 << 40) == 0
+    assert of(cache="off").capacity_bytes(1 << 40) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("threads", "-1", None),
+        ("predict", "-1", None),
+        ("predict", "0", 0),
+        ("gpu_layers", "all", -1),
+        ("gpu_layers", "12", 12),
+        ("cache_ram_bytes", "1.5GiB", 3 << 29),
+        ("cors", "*", ("*",)),
+        ("api_key", "a, b", ("a", "b")),
+    ],
+)
+def test_what_values_mean(name: str, text: str, value: object) -> None:
+    assert getattr(of(**{name: text}), name) == value
+
+
+def test_no_secret_is_shown_anywhere(tmp_path: Path) -> None:
+    secrets = {each.name: SECRET for each in OPTIONS if each.is_secret}
+    assert set(secrets) == {"secret", "salt", "api_key", "redis_url"}
+    settings = of(**secrets)
+    assert settings.secret == SECRET
+    shown = repr(settings) + json.dumps(settings.masked()) + repr(settings.sources)
+    assert SECRET not in shown
+    assert settings.masked()["secret"] == MASK
+    assert of().masked()["secret"] is None
+    path = toml(tmp_path, f'api-key = [["{SECRET}"]]')
+    with pytest.raises(InvalidValue) as caught:
+        resolve(MODEL, config=path, environment={})
+    assert SECRET not in str(caught.value)
+
+
+def test_masked_settings_are_json() -> None:
+    shown = json.loads(json.dumps(of(lora_scaled="a.gguf:0.5").masked()))
+    assert shown["lora_scaled"] == [["a.gguf", 0.5]]
+    assert list(shown) == [option.name for option in OPTIONS]
+
+
+def test_keys_come_from_flags_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# mine\nfirst\n\n second \n")
+    assert of(api_key="zero", api_key_file=str(path)).read_api_keys() == ("zero", "first", "second")
+    path.write_text("# none\n")
+    with pytest.raises(InvalidValue, match="--api-key-file: no key"):
+        of(api_key_file=str(path)).read_api_keys()
+
+
+def test_missing_files_are_named_with_their_option(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    with pytest.raises(ModelError, match=rf"^--model: {model} does not exist"):
+        resolve({"model": str(model)}, environment={}).check_files()
+    with pytest.raises(ModelError, match=f"^--model: {tmp_path} is no file"):
+        resolve({"model": str(tmp_path)}, environment={}).check_files()
+    model.touch()
+    resolve({"model": str(model)}, environment={}).check_files()
+    for name in ("chat_template_file", "api_key_file", "slot_save_path", "lora"):
+        with pytest.raises((InvalidValue, ModelError), match=f"^--{BY_NAME[name].key}: .*nothing"):
+            resolve(
+                {"model": str(model), name: str(tmp_path / "nothing")}, environment={}
+            ).check_files()
+
+
+def test_a_template_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages }}")
+    assert of(chat_template_file=str(path)).read_chat_template() == "{{ messages }}"
+    assert of(chat_template="chatml").read_chat_template() == "chatml"
+    assert of().read_chat_template() is None
+
+
+def test_names_in_the_table_are_unique() -> None:
+    flags = [flag for each in OPTIONS for part in each.flags for flag in part.split("/")]
+    for names in (flags, [each.key for each in OPTIONS], [each.env for each in OPTIONS]):
+        assert len(names) == len(set(names))
+    assert all(each.help.endswith(".") for each in OPTIONS)
