@@ -971,6 +971,63 @@ def test_prefix_takes_what_another_slot_made() -> None:
     assert at(mine) == [40, 90]
 
 
+@pytest.mark.parametrize(
+    ("restore", "positions", "limit", "expected"),
+    [
+        ("prefix", [10, 30, 20], 25, 20),
+        ("prefix", [10, 30, 20], 30, 30),
+        ("prefix", [10, 30, 20], 9, None),
+        ("exact", [10, 30, 20], 25, None),
+        ("exact", [10, 30, 20], 20, 20),
+        ("upstream", [10, 30, 20], 25, 20),
+        ("upstream", [20, 10], 25, 10),  # the newest
+    ],
+)
+def test_deepest_obeys_the_mode(
+    restore: Any, positions: list[int], limit: int, expected: int | None
+) -> None:
+    kept = filled(positions, run(40), restore=restore)
+    found = kept.deepest(as_tokens(run(40)), limit)
+    assert (found.n_tokens if found else None) == expected
+    other = as_tokens([*run(8), *run(32, 500)])
+    assert kept.deepest(other, limit) is None  # not of these tokens
+
+
+@everywhere
+def test_a_window_that_is_not_whole_is_not_promised(restore: Any) -> None:
+    kept = made(restore=restore)
+    put(kept, run(20), pos_min=18)
+    assert kept.deepest(as_tokens(run(30)), 20, n_swa=8) is None
+    assert kept.deepest(as_tokens(run(30)), 20, n_swa=0) is not None
+
+
+@everywhere
+@given(data=st.data())
+def test_find_says_what_resume_does_and_changes_nothing(restore: Any, data: st.DataObject) -> None:
+    recorder = Recorder()
+    kept = made(restore=restore, emit=recorder, clock=lambda: 0.0)
+    for position in data.draw(st.lists(st.integers(1, 30), unique=True, max_size=5)):
+        tokens = [*run(position - 1), data.draw(st.integers(position - 1, position))]
+        put(kept, tokens, pos_min=data.draw(st.integers(0, position - 1)))
+    recorder.clear()
+    n_prompt = data.draw(st.integers(1, 30))
+    common = data.draw(st.integers(0, n_prompt))
+    asked: dict[str, Any] = {
+        "live_pos_min": data.draw(st.integers(0, 30)),
+        "n_swa": data.draw(st.sampled_from([0, 4])),
+        "n_live": data.draw(st.sampled_from([None, common])),
+        "n_rows": data.draw(st.sampled_from([None, n_prompt])),
+    }
+    before = [(item, item.hits) for item in kept]
+    found = kept.find(common, as_tokens(run(n_prompt)), **asked)
+    assert [(item, item.hits) for item in kept] == before
+    assert not recorder
+    resumed = kept.resume(common, as_tokens(run(n_prompt)), **asked)
+    assert found == resumed
+    hits = [event for event in recorder if event["event"] == "checkpoint_restored"]
+    assert len(hits) == (found.checkpoint is not None)
+
+
 def test_prefix_goes_deeper_than_what_is_live() -> None:
     kept = filled([40, 90], restore="prefix")
     how: Any = {"live_pos_min": 49, "n_live": 50}

@@ -786,6 +786,55 @@ def test_a_checkpoint_of_other_tokens_is_reached_by_no_way(family: Family, way: 
         assert slot.reach(prompt, 2) == 0
 
 
+@pytest.mark.parametrize("restore", ["upstream", "exact", "prefix"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_promised_that_resume_does_not_reach(family: Family, restore: Any) -> None:
+    random = np.random.default_rng(1)
+    slots = make(
+        family, n_seqs=2, mode="keep", restore=restore, cache_idle_slots=False, min_evaluated=3
+    )
+    one, other = slots.slots
+    prompts, promised = [span(60)], 0
+    for turn in range(80):
+        base = prompts[-1 if turn % 3 else int(random.integers(len(prompts)))]
+        more = random.integers(300, 400, int(random.integers(1, 30))).astype(np.int32)
+        cuts = [int(random.integers(1, base.size + 1)), base.size // 2, base.size]
+        prompt = join(base[: cuts[int(random.integers(3))]], more)[:250]
+        prompts.append(prompt)
+        most = max(0, prompt.size - 3)
+        if turn % 2:
+            reach = one.reach(prompt, most)
+            assert one.resume(prompt, int(prompt.size)) >= reach
+        else:
+            copyable = one.copyable(prompt, most)
+            if copyable:
+                other.copy_from(one, copyable)
+            reach = other.reach(prompt, most)
+            # llama-server's rule searches a window again that ends where the prompt goes on.
+            if restore != "upstream" or not family.has_window:
+                assert reach >= copyable
+            assert other.resume(prompt, int(prompt.size)) >= reach
+        promised += reach
+        slots.serve(prompt, slot=0, user_starts=[prompt.size // 2])
+        slots.clear(1)
+        slots.check()
+    assert promised > 100
+
+
+def test_a_list_of_exact_positions_lets_an_entry_go_first() -> None:
+    slots = make(Family.HYBRID, mode="keep", restore="exact")
+    slots.serve(span(30))
+    slots.serve(span(60), user_starts=[40])
+    slots.serve(span(20, 1000))
+    slots.serve(join(span(50), span(9, 700)), user_starts=[40])
+    slot, prompt = slots.slots[0], join(span(45), span(9, 800))
+    assert 40 in [each.n_tokens for each in slot.checkpoints]
+    assert slot.reach(prompt, 53) == slot.copyable(prompt, 53) == 0  # not at 45
+    assert slot.reach(join(span(40), span(9, 800)), 48) == 40
+    # The entry of 60 tokens has one at 40: what is loaded ends there.
+    assert serve(slots, prompt).reused_tokens == 40
+
+
 @pytest.mark.parametrize("family", ROLLING)
 def test_what_is_loaded_or_copied_in_part_has_no_checkpoint_beyond_it(family: Family) -> None:
     slots = make(family, n_seqs=2, mode="keep", cache_idle_slots=False)

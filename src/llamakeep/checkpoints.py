@@ -14,7 +14,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -27,6 +27,7 @@ from llamakeep.listed import (
     AnyCheckpoint,
     ListedCheckpoint,
     Resume,
+    deepest_of,
     far_enough,
     is_whole,
     link,
@@ -128,6 +129,56 @@ Keep: TypeAlias = Literal["all", "last", "none"]
 Restore: TypeAlias = Literal["upstream", "exact", "prefix"]
 
 _Dropped: TypeAlias = "events.CheckpointEvictedClose | events.CheckpointEvictedOldest"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `CheckpointList.resume` is asked, with nothing left open."""
+
+    common: int
+    prompt: IntArray
+    pos_next: int
+    live_pos_min: int
+    n_swa: int
+    n_new: int
+    at_end: bool
+    n_rows: int
+
+    @classmethod
+    def of(
+        cls,
+        common: int,
+        prompt: IntArray,
+        pos_next: int | None,
+        live_pos_min: int,
+        n_swa: int,
+        n_new: int | None,
+        n_live: int | None,
+        n_rows: int | None,
+    ) -> _Asked:
+        n_prompt = int(prompt.size)
+        if not 0 <= common <= n_prompt or not n_prompt:
+            raise InvalidValue(f"{common} tokens in common with a prompt of {n_prompt}")
+        if common and live_pos_min < 0:
+            raise InvalidValue(f"{common} tokens in common with an empty sequence")
+        return cls(
+            common,
+            prompt,
+            common if pos_next is None else pos_next,
+            live_pos_min,
+            n_swa,
+            n_prompt - common if n_new is None else n_new,
+            n_live is not None and n_live == common,
+            min(n_prompt, max(common, n_rows or 0)),
+        )
+
+    @property
+    def n_prompt(self) -> int:
+        return int(self.prompt.size)
+
+    def left_to_do(self, n_past: int) -> int:
+        """Return the known tokens without the last of a prompt that is known to its end."""
+        return n_past - (0 < n_past == self.n_prompt)
 
 
 class CheckpointList:
@@ -578,88 +629,110 @@ class CheckpointList:
         Raises:
             InvalidValue: For numbers that do not fit together; nothing is changed.
         """
-        n_prompt = int(prompt.size)
-        if not 0 <= tokens_common <= n_prompt or not n_prompt:
-            raise InvalidValue(f"{tokens_common} tokens in common with a prompt of {n_prompt}")
-        if tokens_common and live_pos_min < 0:
-            raise InvalidValue(f"{tokens_common} tokens in common with an empty sequence")
-        self._n_prompt = n_prompt
+        asked = _Asked.of(
+            tokens_common, prompt, pos_next, live_pos_min, n_swa, n_new, n_live, n_rows
+        )
+        self._n_prompt = asked.n_prompt
         self._refused = False
-        position = tokens_common if pos_next is None else pos_next
-        new = n_prompt - tokens_common if n_new is None else n_new
         if self.restore == "upstream":
-            return self._resume_upstream(
-                tokens_common, n_prompt, position, live_pos_min, n_swa, new
-            )
-        return self._resume_proven(
-            tokens_common,
-            prompt,
-            live_pos_min,
-            n_swa,
-            at_end=n_live is not None and n_live == tokens_common,
-            n_rows=max(tokens_common, n_rows or 0),
-        )
+            return self._resume_upstream(asked)
+        return self._resume_proven(asked)
 
-    def _resume_upstream(
-        self, n_past: int, n_prompt: int, pos_next: int, live_pos_min: int, n_swa: int, n_new: int
-    ) -> Resume:
-        threshold = max(0, pos_next - n_swa - (0 if n_new else 1))
-        found, lost = None, False
-        if n_past > 0 and live_pos_min >= threshold:
-            found = upstream_choice(self._items, pos_next, threshold)
-            if found is None:
-                lost = True
-                self._emit(events.FullReprocess())
-                pos_next = n_past = 0
-            else:
-                pos_next = min(pos_next, max(found.pos_min + 1, found.pos_max))
-                n_past = min(n_past, pos_next, found.n_tokens)
-                self._hit(found, n_past)
-        self.invalidate(pos_next, n_swa=n_swa)
-        return Resume(n_past - (0 < n_past == n_prompt), found, lost)
-
-    def _resume_proven(
+    def find(
         self,
-        common: int,
+        tokens_common: int,
         prompt: IntArray,
-        live_pos_min: int,
-        n_swa: int,
         *,
-        at_end: bool,
-        n_rows: int,
+        pos_next: int | None = None,
+        live_pos_min: int,
+        n_swa: int = 0,
+        n_new: int | None = None,
+        n_live: int | None = None,
+        n_rows: int | None = None,
     ) -> Resume:
-        """Go on at what is live, or at the deepest checkpoint that is proven to be the prompt's."""
-        deepest = deepest_resume(int(prompt.size), 1, self._min_evaluated)
-        target = min(common, deepest)
-        live = target > 0 and (
-            (at_end and target == common)
-            or (live_pos_min < target and is_whole(live_pos_min, target, n_swa))
+        """Return what `resume` would, without changing or reporting anything.
+
+        Raises:
+            InvalidValue: As `resume`.
+        """
+        asked = _Asked.of(
+            tokens_common, prompt, pos_next, live_pos_min, n_swa, n_new, n_live, n_rows
         )
-        own = prefixes_of(self._items, prompt)
-        reach = min(n_rows, int(prompt.size), deepest) if self.restore == "prefix" else target
-        fitting = [
-            item
-            for item in own
-            if item.n_tokens <= reach and is_whole(item.pos_min, item.n_tokens, n_swa)
-        ]
-        found = max(fitting, key=lambda item: item.n_tokens, default=None)
-        if found is not None and self.restore == "exact" and found.n_tokens != target:
-            found = None
-        if live and (found is None or found.n_tokens <= target):
-            found, n_past = None, target
-        else:
-            n_past = found.n_tokens if found is not None else 0
+        if self.restore == "upstream":
+            n_past, found, lost, _ = self._search_upstream(asked)
+            return Resume(asked.left_to_do(n_past), found, lost)
+        return self._search_proven(asked, prefixes_of(self._items, prompt))
+
+    def deepest(self, tokens: IntArray, limit: int, *, n_swa: int = 0) -> ListedCheckpoint | None:
+        """Return the checkpoint that brings most of the first `limit` tokens back, by the mode.
+
+        Always one that is proven to be of these tokens; in mode ``upstream`` None too where that
+        would restore another one. Changes nothing; costs one hash of the tokens.
+
+        Args:
+            tokens: At least `limit`.
+            limit: Tokens that may be reused.
+            n_swa: As in `resume`.
+        """
+        return self._deepest(prefixes_of(self._items, tokens[:limit]), limit, n_swa)
+
+    def _deepest(
+        self, own: Sequence[ListedCheckpoint], limit: int, n_swa: int
+    ) -> ListedCheckpoint | None:
+        if self.restore == "upstream":
+            found = upstream_choice(self._items, limit, max(0, limit - n_swa))
+            return found if found in own else None
+        return deepest_of(own, limit, n_swa=n_swa, exact=self.restore == "exact")
+
+    def _search_upstream(self, asked: _Asked) -> tuple[int, ListedCheckpoint | None, bool, int]:
+        """Return tokens that are known, the checkpoint, whether all is lost, and what is next."""
+        pos_next = asked.pos_next
+        threshold = max(0, pos_next - asked.n_swa - (0 if asked.n_new else 1))
+        if not asked.common or asked.live_pos_min < threshold:
+            return asked.common, None, False, pos_next
+        found = upstream_choice(self._items, pos_next, threshold)
+        if found is None:
+            return 0, None, True, 0
+        pos_next = min(pos_next, max(found.pos_min + 1, found.pos_max))
+        return min(asked.common, pos_next, found.n_tokens), found, False, pos_next
+
+    def _resume_upstream(self, asked: _Asked) -> Resume:
+        n_past, found, lost, pos_next = self._search_upstream(asked)
+        if lost:
+            self._emit(events.FullReprocess())
         if found is not None:
             self._hit(found, n_past)
-        lost = target > 0 and not n_past
-        if lost:
+        self.invalidate(pos_next, n_swa=asked.n_swa)
+        return Resume(asked.left_to_do(n_past), found, lost)
+
+    def _search_proven(self, asked: _Asked, own: Sequence[ListedCheckpoint]) -> Resume:
+        """Go on at what is live, or at the deepest checkpoint that is proven to be the prompt's."""
+        deepest = deepest_resume(asked.n_prompt, 1, self._min_evaluated)
+        target = min(asked.common, deepest)
+        live = target > 0 and (
+            (asked.at_end and target == asked.common)
+            or (asked.live_pos_min < target and is_whole(asked.live_pos_min, target, asked.n_swa))
+        )
+        reach = min(asked.n_rows, deepest) if self.restore == "prefix" else target
+        found = self._deepest(own, reach, asked.n_swa)
+        if live and (found is None or found.n_tokens <= target):
+            return Resume(target)
+        n_past = found.n_tokens if found is not None else 0
+        return Resume(n_past, found, target > 0 and not n_past)
+
+    def _resume_proven(self, asked: _Asked) -> Resume:
+        own = prefixes_of(self._items, asked.prompt)
+        resume = self._search_proven(asked, own)
+        if resume.checkpoint is not None:
+            self._hit(resume.checkpoint, resume.n_past)
+        if resume.full_reprocess:
             self._emit(events.FullReprocess())
         for item in tuple(self._items):
             if item not in own:
-                self._invalidated(item, n_swa, n_past)
+                self._invalidated(item, asked.n_swa, resume.n_past)
         link(self._items, self._n_prompt)
-        self._branch = common if n_past < common else 0
-        return Resume(n_past, found, lost)
+        self._branch = asked.common if resume.n_past < asked.common else 0
+        return resume
 
     def _hit(self, item: ListedCheckpoint, n_past: int) -> None:
         item.hits += 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamakeep.checkpoints import CheckpointList
-from llamakeep.listed import ListedCheckpoint, prefixes_of
+from llamakeep.listed import ListedCheckpoint, deepest_of, prefixes_of, state_at
 from llamakeep.states import Checkpoint
 from llamakeep.tokens import IntArray, common_prefix
 from llamakeep.wholes import Whole
@@ -148,12 +148,16 @@ class Entry:
         return self.marginal(self) if self.marginal is not None else self.n_tokens
 
     def reach(self, prompt: IntArray, limit: int) -> int:
-        """Return how many tokens of `prompt`, at most `limit`, can be resumed from this entry."""
+        """Return how many tokens of `prompt`, at most `limit`, can be resumed from this entry.
+
+        At any of its checkpoints, whatever the mode of the list they are from: what is loaded
+        ends there, and is gone on with at its end.
+        """
         limit = min(limit, common_prefix(self.tokens, prompt))
         if not self.rolling or limit == self.n_tokens:
             return limit
-        places = (kept.n_tokens for kept in self.own_checkpoints() if kept.n_tokens <= limit)
-        return max(places, default=0)
+        found = deepest_of(self.own_checkpoints(), limit)
+        return found.n_tokens if found is not None else 0
 
     def own_checkpoints(self) -> list[ListedCheckpoint]:
         """Return the checkpoints that are proven to be of these tokens, by position.
@@ -168,5 +172,4 @@ class Entry:
 
     def checkpoint_at(self, n_tokens: int) -> Checkpoint | None:
         """Return the state of the checkpoint there, if it is of these tokens."""
-        states = (kept.data for kept in self.own_checkpoints() if kept.n_tokens == n_tokens)
-        return next((state for state in states if isinstance(state, Checkpoint)), None)
+        return state_at(self.own_checkpoints(), n_tokens)

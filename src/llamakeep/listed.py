@@ -154,6 +154,32 @@ def is_whole(pos_min: int, n_tokens: int, n_swa: int) -> bool:
     return not n_swa or pos_min <= max(0, n_tokens - n_swa + 1)
 
 
+def deepest_of(
+    own: Iterable[ListedCheckpoint], limit: int, *, n_swa: int = 0, exact: bool = False
+) -> ListedCheckpoint | None:
+    """Return the deepest checkpoint that is whole and lies at most at `limit`, or `exact` at it.
+
+    Args:
+        own: Those that are proven to be of the tokens, see `prefixes_of`.
+        limit: Tokens that may be reused.
+        n_swa: The window that their `pos_min` speaks of; 0 for none.
+        exact: Only one at `limit` will do.
+    """
+    fitting = [
+        item
+        for item in own
+        if (item.n_tokens == limit or (item.n_tokens < limit and not exact))
+        and is_whole(item.pos_min, item.n_tokens, n_swa)
+    ]
+    return max(fitting, key=lambda item: item.n_tokens, default=None)
+
+
+def state_at(own: Iterable[ListedCheckpoint], n_tokens: int) -> Checkpoint | None:
+    """Return the state of the one at `n_tokens`, if it can be moved to another sequence."""
+    states = (item.data for item in own if item.n_tokens == n_tokens)
+    return next((state for state in states if isinstance(state, Checkpoint)), None)
+
+
 def prefix_digest(tokens: IntArray) -> bytes:
     """Return what proves that a checkpoint belongs to these tokens."""
     return blake3(_raw(tokens)).digest()

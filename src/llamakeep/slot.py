@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from llamakeep.checkpoints import CheckpointList
 from llamakeep.entries import no_tokens
 from llamakeep.errors import IntegrityError, InvalidValue, StateError
-from llamakeep.listed import prefixes_of
+from llamakeep.listed import Resume, prefixes_of, state_at
 from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint
 from llamakeep.tokens import IntArray, common_prefix
@@ -113,27 +113,27 @@ class Slot:
     # -- how much of a prompt is here --------------------------------------------------------------
 
     def reach(self, prompt: IntArray, most: int) -> int:
-        """Return how many tokens of a prompt, at most `most`, the slot can resume by itself."""
-        limit = min(common_prefix(self.tokens, prompt), most)
-        if not limit or self._runtime.can_rewind(self.slot_id, limit):
-            return limit
-        return self._deepest(limit)[0]
+        """Return how many tokens of a prompt, at most `most`, the slot can resume by itself.
+
+        Asks what `resume` would do, and counts nothing that is not proven. Changes nothing; costs
+        what `resume` costs without moving the sequence.
+        """
+        found = self._asked(self.checkpoints.find, prompt, int(prompt.size))
+        if found.checkpoint is not None and not prefixes_of([found.checkpoint], prompt):
+            return 0  # by llama-server's rule it is restored all the same
+        return min(found.n_past, most)
 
     def copyable(self, prompt: IntArray, most: int) -> int:
-        """Return how many tokens of a prompt another slot can have of this one."""
-        limit = min(common_prefix(self.tokens, prompt), most)
-        if self._runtime.traits.rolling and limit < self.n_tokens:
-            return self._deepest(limit)[0]
-        return limit
+        """Return how many tokens of a prompt another slot can have of this one.
 
-    def _deepest(self, limit: int) -> tuple[int, Checkpoint | None]:
-        """Return the deepest checkpoint at most at `limit` that is proven to be of the tokens."""
-        listed = prefixes_of(self.checkpoints, self.tokens[:limit])
-        states = [kept.data for kept in listed if isinstance(kept.data, Checkpoint)]
-        if not states:
-            return 0, None
-        deepest = max(states, key=lambda state: state.position)
-        return deepest.position, deepest
+        By llama-server's rule a slot with a window may then lose some to its next search.
+        """
+        limit = min(common_prefix(self.tokens, prompt), most)
+        if not self._runtime.traits.rolling or limit == self.n_tokens:
+            return limit
+        found = self.checkpoints.deepest(self.tokens, limit, n_swa=self._n_swa())
+        movable = found is not None and isinstance(found.data, Checkpoint)
+        return found.n_tokens if found is not None and movable else 0
 
     # -- resuming ----------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Slot:
         """Hold what `source` holds up to `n_tokens`, one of its `copyable` positions."""
         checkpoint = None
         if self._runtime.traits.rolling and n_tokens < source.n_tokens:
-            checkpoint = source._deepest(n_tokens)[1]
+            checkpoint = state_at(prefixes_of(source.checkpoints, source.tokens), n_tokens)
         with self.moving():
             self._clear_draft()
             try:
@@ -162,8 +162,15 @@ class Slot:
         Returns:
             Tokens of the prompt that it holds now: at least one is left to evaluate.
         """
+        found = self._asked(self.checkpoints.resume, prompt, most)
+        data = found.checkpoint.data if found.checkpoint is not None else None
+        self._cut(prompt[: found.n_past], data)
+        return self.n_tokens
+
+    def _asked(self, how: Callable[..., Resume], prompt: IntArray, most: int) -> Resume:
+        """Ask the list where a prompt goes on: `CheckpointList.find` or `resume`."""
         common = min(common_prefix(self.tokens, prompt), most)
-        found = self.checkpoints.resume(
+        return how(
             common,
             prompt,
             pos_next=common,
@@ -172,9 +179,6 @@ class Slot:
             n_new=int(prompt.size) - common,
             n_live=self.n_tokens,
         )
-        data = found.checkpoint.data if found.checkpoint is not None else None
-        self._cut(prompt[: found.n_past], data)
-        return self.n_tokens
 
     def _pos_min(self) -> int:
         """Return the first position that the slot holds; whole states are true at one only."""
