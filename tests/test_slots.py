@@ -593,6 +593,55 @@ def test_an_interrupt_between_any_two_lines_lets_no_count_drift(module: str, fun
             break
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if each != "evaluate"])
+def test_memory_that_is_not_there_costs_time_alone(
+    operation: str, draft: bool, family: Family, mode: str
+) -> None:
+    options: dict[str, Any] = {"n_ctx": 300, "n_seqs": 2, "n_swa": 16, "n_vocab": 10_000}
+    runtime = FakeRuntime(family, **options)
+    runtime.draft = FakeRuntime(family, **options)
+    failing = runtime.draft if draft else runtime
+    assert isinstance(failing, FakeRuntime)
+    slots = make(runtime=runtime, mode=mode, ctx_checkpoints=4)
+    prompts = [span(60), span(60, 100), span(70), join(span(65), span(9, 300)), span(40)]
+    for prompt, slot in itertools.product(prompts, (0, 1)):
+        failing.fail(operation, error=MemoryError())
+        serve(slots, prompt, slot=slot, user_starts=[30])
+    failing._planned.clear()
+    for prompt in prompts:
+        serve(slots, prompt, user_starts=[30])
+
+
+@pytest.mark.parametrize(
+    ("operation", "failure"),
+    [
+        ("read_checkpoint", "checkpoint"),
+        ("restore:checkpoint", "load"),
+        ("rewind:checkpoint", "rewind"),
+        ("copy:checkpoint", "copy"),
+    ],
+)
+def test_memory_that_is_not_there_is_counted_and_logged(
+    operation: str, failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = make(Family.HYBRID, n_seqs=2, mode="keep", cache_idle_slots=False)
+    runtime, _ = parts(slots)
+    slots.serve(span(60), slot=0, user_starts=[30])
+    if failure == "load":
+        slots.serve(span(60, 1000), slot=0)
+    # What the slot loses is saved first.
+    runtime.fail(operation, after=int(failure == "checkpoint"), error=MemoryError())
+    with caplog.at_level(logging.WARNING, "llamakeep"):
+        prompt = join(span(30), span(9, 500))
+        served = serve(slots, prompt, slot=1 if failure == "copy" else 0)
+    assert slots.failures == {failure: 1}
+    assert "out of memory" in caplog.text
+    assert served.reused_tokens == (30 if failure == "checkpoint" else 0)
+
+
 def test_a_failed_load_clears_the_slot_and_says_so() -> None:
     slots = make()
     runtime, cache = parts(slots)
@@ -641,6 +690,43 @@ def test_a_bad_request_changes_nothing(prompt: Any, options: Any, error: Any, mo
     slots.check()
     assert slots.slots[0].n_tokens == 10
     assert serve(slots, span(12)).reused_tokens == 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("options", "prompt", "answer", "error", "words"),
+    [
+        ({"n_ctx": 60}, span(61), [], ContextOverflow, "61 tokens .* context of 60, .* of 300"),
+        ({"n_ctx": 60}, span(60), [1], ContextOverflow, "61 tokens .* context of 60, .* of 300"),
+        ({"n_vocab": 90}, span(3, 88), [], TokenError, "token 90 .* of 90, .* of 10000"),
+        ({"n_vocab": 90}, span(3), [91], TokenError, "token 91 .* of 90, .* of 10000"),
+    ],
+)
+def test_what_a_smaller_draft_cannot_follow_is_refused(
+    options: Any, prompt: IntArray, answer: Any, error: Any, words: str, mode: str
+) -> None:
+    sizes = {"n_ctx": 300, "n_vocab": 10_000}
+    runtime = FakeRuntime("attention", **sizes)
+    runtime.draft = FakeRuntime("attention", **sizes | options)
+    slots = make(runtime=runtime, mode=mode)
+    slots.serve(span(10))
+    with pytest.raises(error, match=words):
+        slots.serve(prompt, answer=answer)
+    slots.check()
+    assert slots.slots[0].n_tokens == 10
+    assert serve(slots, span(12)).reused_tokens == 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", [Family.ATTENTION, Family.RECURRENT])
+def test_room_is_made_in_a_drafts_smaller_context(family: Family, mode: str) -> None:
+    sizes = {"n_seqs": 3, "n_vocab": 10_000}
+    runtime = FakeRuntime(family, n_ctx=300, **sizes)
+    draft = runtime.draft = FakeRuntime("attention", n_ctx=100, **sizes, seed=1)
+    slots = make(runtime=runtime, mode=mode, cache_idle_slots=False)
+    for slot in (0, 1, 2, 0):
+        serve(slots, span(60, 1000 * slot), slot=slot, answer=())
+        assert draft.positions(slot).n_tokens == 60
 
 
 @pytest.mark.parametrize(

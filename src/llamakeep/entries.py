@@ -26,6 +26,11 @@ def ratio(part: int, whole: int) -> float:
     return float(np.float32(part) / np.float32(whole))
 
 
+def reason(error: Exception) -> str:
+    """Return what an error says; a MemoryError mostly says nothing."""
+    return str(error) or "out of memory"
+
+
 class Saving(str, enum.Enum):
     """What became of a slot that was to be saved."""
 

@@ -36,7 +36,7 @@ import psutil
 
 from llamakeep.budget import ByteBudget
 from llamakeep.checkpoints import CheckpointList
-from llamakeep.entries import Allocated, Entry, Loaded, Loading, Saving, ratio
+from llamakeep.entries import Allocated, Entry, Loaded, Loading, Saving, ratio, reason
 from llamakeep.errors import IntegrityError, InvalidValue, StateError, whole_number
 from llamakeep.events import (
     AllocationFailed,
@@ -408,7 +408,7 @@ class PromptCache:
         """Do as llama-server when an allocation fails: less from now on."""
         self._drop_pending()
         self._count("no_memory")
-        self._emit(AllocationFailed(str(error) or "out of memory"))
+        self._emit(AllocationFailed(reason(error)))
         self._limit_bytes = max(1, int(SHRINK * self.used_bytes))
         self._emit(LimitReduced(self._limit_bytes))
         self.update()
@@ -439,7 +439,8 @@ class PromptCache:
             namespace: As in `save`.
 
         Returns:
-            Restored, no match (the sequence is as it was) or failed (it is empty). In mode
+            Restored, no match (the sequence is as it was) or failed (it is empty), which is what
+            becomes of an error of the runtime and of memory that is not there. In mode
             `upstream` the entry moves out when it is restored, and stays when that fails. In mode
             `keep` it stays, unless its own bytes are to blame. Costs one pass over the entries and
             the restore.
@@ -455,9 +456,9 @@ class PromptCache:
             return Loaded(Loading.NO_MATCH)
         try:
             self._restore(runtime, seq_id, entry, n_tokens)
-        except StateError as error:
+        except (StateError, MemoryError) as error:
             self._count("failed_load")
-            logger.warning("a cached prompt could not be restored: %s", error)
+            logger.warning("a cached prompt could not be restored: %s", reason(error))
             runtime.clear(seq_id)
             if runtime.draft is not None:
                 runtime.draft.clear(seq_id)

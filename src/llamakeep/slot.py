@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from llamakeep.checkpoints import CheckpointList
-from llamakeep.entries import no_tokens
+from llamakeep.entries import no_tokens, reason
 from llamakeep.errors import IntegrityError, InvalidValue, StateError
 from llamakeep.listed import Resume, prefixes_of, state_at
 from llamakeep.runtime.base import Runtime
@@ -102,7 +102,7 @@ class Slot:
     def broken(self, what: str, error: Exception) -> None:
         """Count a failure and empty the slot."""
         self.count_failure(what)
-        logger.warning("slot %d is empty: %s failed: %s", self.slot_id, what, error)
+        logger.warning("slot %d is empty: %s failed: %s", self.slot_id, what, reason(error))
         self.forget()
         self.cleared_all = self.cleared_all or bool(getattr(error, "cleared_all", False))
 
@@ -138,7 +138,10 @@ class Slot:
     # -- resuming ----------------------------------------------------------------------------------
 
     def copy_from(self, source: Slot, n_tokens: int) -> None:
-        """Hold what `source` holds up to `n_tokens`, one of its `copyable` positions."""
+        """Hold what `source` holds up to `n_tokens`, one of its `copyable` positions.
+
+        A copy that fails, for want of memory too, leaves the slot empty.
+        """
         checkpoint = None
         if self._runtime.traits.rolling and n_tokens < source.n_tokens:
             checkpoint = state_at(prefixes_of(source.checkpoints, source.tokens), n_tokens)
@@ -146,7 +149,7 @@ class Slot:
             self._clear_draft()
             try:
                 self._runtime.copy(source.slot_id, self.slot_id, n_tokens, checkpoint)
-            except StateError as error:
+            except (StateError, MemoryError) as error:
                 self.broken("copy", error)
                 return
             self.checkpoints = self.checkpoints.taking_over(source.checkpoints, n_tokens)
@@ -212,7 +215,7 @@ class Slot:
                     runtime.rewind(self.slot_id, checkpoint.position, checkpoint)
                 # llama-server goes on one token before the end of a checkpoint with a window.
                 runtime.rewind(self.slot_id, n_past)
-            except (StateError, InvalidValue) as error:
+            except (StateError, InvalidValue, MemoryError) as error:
                 self.broken("rewind", error)
                 return
             self.tokens = tokens
@@ -291,9 +294,9 @@ class Slot:
                 n_tokens=self.n_tokens,
                 tokens=self.tokens,
             )
-        except StateError as error:
+        except (StateError, MemoryError) as error:
             self.count_failure("checkpoint")
-            logger.warning("no checkpoint was taken: %s", error)
+            logger.warning("no checkpoint was taken: %s", reason(error))
 
     def _draft_follows(self) -> None:
         """Bring the draft model's sequence to the same tokens; it evaluates what it must."""
@@ -307,9 +310,9 @@ class Slot:
                 try:
                     draft.rewind(seq_id, n_tokens)
                     follows = True
-                except (StateError, InvalidValue) as error:
+                except (StateError, InvalidValue, MemoryError) as error:
                     self.count_failure("draft")
-                    logger.warning("the draft evaluates its tokens again: %s", error)
+                    logger.warning("the draft evaluates its tokens again: %s", reason(error))
             if not follows:
                 draft.clear(seq_id)
                 if n_tokens:

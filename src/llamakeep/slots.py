@@ -216,8 +216,10 @@ class Slots:
                 no one has evaluated yet.
 
         Raises:
-            TokenError: For an empty prompt or a token outside the vocabulary; nothing changes.
-            ContextOverflow: For more tokens than the context has; nothing changes.
+            TokenError: For an empty prompt or a token outside the vocabulary, or the draft
+                model's; nothing changes.
+            ContextOverflow: For more tokens than the context has, or the draft model's; nothing
+                changes.
             InvalidValue: For another kind, a slot that does not exist, or starts that are not
                 ascending positions of the prompt; nothing changes.
             DecodeError: When the runtime fails; the slot is empty then. Other slots and the cache
@@ -259,14 +261,22 @@ class Slots:
 
     def _checked(self, prompt: TokensLike, answer: TokensLike) -> tuple[IntArray, int]:
         """Return prompt and answer as one array of our own, and where the answer starts."""
-        n_vocab = self._runtime.n_vocab
-        parts = [as_tokens(part, n_vocab=n_vocab) for part in (prompt, answer)]
+        runtime, draft = self._runtime, self._runtime.draft
+        parts = [as_tokens(part, n_vocab=runtime.n_vocab) for part in (prompt, answer)]
         tokens = np.concatenate(parts)
         if not parts[0].size:
             raise TokenError("a prompt has at least one token")
-        if tokens.size > self._runtime.n_ctx:
+        if tokens.size > runtime.n_ctx:
+            raise ContextOverflow(f"{tokens.size} tokens exceed the context of {runtime.n_ctx}")
+        if draft is not None and tokens.size > draft.n_ctx:
             raise ContextOverflow(
-                f"{tokens.size} tokens exceed the context of {self._runtime.n_ctx}"
+                f"{tokens.size} tokens exceed the draft model's context of {draft.n_ctx}, "
+                f"which is smaller than its target's of {runtime.n_ctx}"
+            )
+        if draft is not None and tokens.max() >= draft.n_vocab:
+            raise TokenError(
+                f"token {tokens.max()} is outside the draft model's vocabulary of "
+                f"{draft.n_vocab}, which is smaller than its target's of {runtime.n_vocab}"
             )
         tokens.flags.writeable = False
         return tokens, int(parts[0].size)
@@ -386,17 +396,19 @@ class Slots:
     def _make_room(self, slot: Slot, n_tokens: int, source: Slot | None = None) -> None:
         """Empty idle slots, one by one, until the context has room for `n_tokens` more.
 
-        Cells that a copy shares with its source are counted twice, so room may be made that is
-        there already.
+        The draft model's context counts too, where it is the smaller one. Cells that a copy shares
+        with its source are counted twice, so room may be made that is there already.
 
         Args:
             slot: Stays as it is.
             n_tokens: Tokens that come into it.
             source: What may be copied into it: emptied when no other slot is left.
         """
-        if not (self._kv_unified and self._runtime.traits.family.has_rows):
+        runtime, draft = self._runtime, self._runtime.draft
+        sizes = [each.n_ctx for each in (runtime, draft) if each and each.traits.family.has_rows]
+        if not (self._kv_unified and sizes):
             return
-        while sum(each.n_tokens for each in self.slots) + n_tokens > self._runtime.n_ctx:
+        while sum(each.n_tokens for each in self.slots) + n_tokens > min(sizes):
             idle = [each for each in self.slots if each is not slot and each.n_tokens]
             if not idle:
                 return  # the runtime says what is wrong
