@@ -5,9 +5,11 @@
     LlamakeepError
     ├── InvalidValue            an argument that cannot be meant (also a ValueError)
     │   ├── TokenError          a token list or id outside the vocabulary
+    │   ├── TemplateError       a chat template that cannot be compiled or rendered
     │   └── ContextOverflow     more tokens than the context has room for
     ├── ModelError              a model that is missing, unreadable or not supported
     ├── DecodeError             llama.cpp could not evaluate a batch
+    │   └── NoRoom              it found no cells for it; no sequence has changed
     ├── StateError              a kept state could not be used
     │   ├── StateRejected       refused by our own checks, before native code saw it
     │   ├── BlobRejected        a file or value that is not what was stored there
@@ -17,6 +19,8 @@
     │   └── IndexDamaged        a directory whose index must be made anew
     ├── OverBudget              a reservation that does not fit
     ├── IntegrityError          `check()` found numbers that do not add up
+    ├── QueueFull               as many requests wait as may wait
+    ├── EngineClosed            a request to an engine that takes no more
     ├── KeeperBusy              a call while a stream of the same `Llama` is open
     └── KeeperClosed            a call on a detached keeper or a closed model
 
@@ -44,6 +48,10 @@ class TokenError(InvalidValue):
     """A token list is not one-dimensional integers, or an id lies outside the vocabulary."""
 
 
+class TemplateError(InvalidValue):
+    """A chat template is wrong or refuses these messages; the message has the template's words."""
+
+
 class ContextOverflow(InvalidValue, RuntimeError):
     """A prompt or a state needs more tokens than the context has room for."""
 
@@ -53,7 +61,19 @@ class ModelError(LlamakeepError):
 
 
 class DecodeError(LlamakeepError, RuntimeError):
-    """llama.cpp could not evaluate a batch; the sequence is cleared."""
+    """llama.cpp could not evaluate a batch; its sequences are cleared.
+
+    Attributes:
+        cleared_all: True when every sequence had to be cleared, those outside of the batch too.
+    """
+
+    def __init__(self, message: str, *, cleared_all: bool = False) -> None:
+        super().__init__(message)
+        self.cleared_all = cleared_all
+
+
+class NoRoom(DecodeError):
+    """The context has no cells for a batch; every sequence is as it was before."""
 
 
 class StateError(LlamakeepError):
@@ -138,6 +158,22 @@ class OverBudget(LlamakeepError):
 
 class IntegrityError(LlamakeepError):
     """A `check()` found numbers that do not add up; the message gives them."""
+
+
+class QueueFull(LlamakeepError):
+    """As many requests are waiting as may wait.
+
+    Attributes:
+        retry_after_s: When it may be worth to ask again, in seconds.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineClosed(LlamakeepError, RuntimeError):
+    """The engine is shutting down, or has been shut down."""
 
 
 class KeeperBusy(LlamakeepError, RuntimeError):

@@ -9,15 +9,17 @@ depends on the model's memory family.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from llamakeep.errors import ContextOverflow, InvalidValue
+from llamakeep.sampling import Sampling
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Positions, Segment
-from llamakeep.tokens import IntArray
+from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 
 class Family(str, enum.Enum):
@@ -78,6 +80,131 @@ class Traits:
         return self.n_swa if self.dense else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one sequence gets in a batch.
+
+    Attributes:
+        seq_id: The sequence.
+        tokens: At least one token, to follow those that the sequence holds.
+        output: The logits after the last token are wanted.
+    """
+
+    seq_id: int
+    tokens: TokensLike
+    output: bool = True
+
+
+class Vocab(Protocol):
+    """The tokens of a model, from text and to text.
+
+    Immutable: any thread may use it, also while another one closes the model. Every method raises
+    `KeeperClosed` once the model is closed.
+    """
+
+    n_vocab: int
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> IntArray:
+        """Return the tokens of `text`.
+
+        Args:
+            text: Any text.
+            add_special: Add what the model wants around a prompt, such as a token at its begin.
+            parse_special: Read the text of special tokens as those, not as plain text.
+
+        Raises:
+            InvalidValue: For half of a surrogate pair: such text is no Unicode.
+        """
+        ...  # pragma: no cover - protocol
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Return what a token adds to a text, in UTF-8; it may be a part of a letter.
+
+        Args:
+            token: The token.
+            special: Special tokens have their text, too; otherwise they are empty.
+
+        Raises:
+            TokenError: For a token outside the vocabulary.
+        """
+        ...  # pragma: no cover - protocol
+
+    def text(self, tokens: TokensLike, *, special: bool = True) -> str:
+        """Return the text of tokens. Letters that are cut off are left out.
+
+        Args:
+            tokens: The tokens.
+            special: The text of special ones is part of it.
+
+        Raises:
+            TokenError: For a token outside the vocabulary.
+        """
+        ...  # pragma: no cover - protocol
+
+    def is_end(self, token: int) -> bool:
+        """Whether the model ends an answer with this token.
+
+        Raises:
+            TokenError: For a token outside the vocabulary.
+        """
+        ...  # pragma: no cover - protocol
+
+    @property
+    def bos(self) -> int | None:
+        """The token at the begin of a text, if the model has one."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def eos(self) -> int | None:
+        """The token at the end of a text, if the model has one."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether `add_special` puts `bos` before the text."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template that the model's file has for chats, if any."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the model's file says about itself; lists, such as the tokens, are not in it."""
+        ...  # pragma: no cover - protocol
+
+
+class Sampler(Protocol):
+    """Chooses tokens for one request. For the thread that owns the runtime."""
+
+    def accept(self, tokens: TokensLike) -> None:
+        """Count tokens as those before the answer, such as the prompt's, for penalties.
+
+        Raises:
+            TokenError: For a token outside the vocabulary; none is counted then.
+            KeeperClosed: After `close`.
+        """
+        ...  # pragma: no cover - protocol
+
+    def sample(self, index: int) -> int:
+        """Choose a token by the logits of an output of the last batch, and accept it.
+
+        Args:
+            index: What `Runtime.decode` returned for the sequence.
+
+        Raises:
+            InvalidValue: When this is no output of the last batch.
+            DecodeError: When the logits are no numbers: the model, or its file, is broken.
+            KeeperClosed: After `close`, or after the runtime's.
+        """
+        ...  # pragma: no cover - protocol
+
+    def close(self) -> None:
+        """Free its memory. Calling it again does nothing; the runtime may be closed before."""
+        ...  # pragma: no cover - protocol
+
+
 class Runtime(Protocol):
     """Sequences of one model's context, and their states as bytes.
 
@@ -103,6 +230,51 @@ class Runtime(Protocol):
             ContextOverflow: When the sequence would not fit; nothing is evaluated.
             DecodeError: When the runtime fails; the sequence is cleared.
         """
+        ...  # pragma: no cover - protocol
+
+    def decode(self, parts: Sequence[Part]) -> list[int | None]:
+        """Evaluate tokens of several sequences in one native call.
+
+        Args:
+            parts: Each of another sequence, together at most `n_batch` tokens.
+
+        Returns:
+            For each part the index of its output, for `logits_of` and samplers, None where none
+            was wanted. Outputs are valid until the next native call.
+
+        Raises:
+            InvalidValue: For an empty part, a sequence that comes twice, or too many tokens;
+                nothing is evaluated.
+            TokenError: For an id outside the vocabulary; nothing is evaluated.
+            ContextOverflow: When a sequence would outgrow the context; nothing is evaluated.
+            NoRoom: When there are no cells for all of the tokens; no sequence has changed.
+            DecodeError: When the runtime fails otherwise; the sequences of the batch are cleared,
+                and all others if the error's `cleared_all` says so.
+        """
+        ...  # pragma: no cover - protocol
+
+    def logits_of(self, index: int) -> npt.NDArray[np.float32]:
+        """Return the logits of an output of the last `decode`, shape (n_vocab,), a copy.
+
+        Raises:
+            InvalidValue: When this is no output of the last batch.
+        """
+        ...  # pragma: no cover - protocol
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """Return a sampler with these settings, for one request.
+
+        Raises:
+            InvalidValue: For a number that does not fit into the runtime's types, or a bias that
+                forbids every token.
+            TokenError: For a bias of a token outside the vocabulary.
+            KeeperClosed: When the runtime is closed.
+        """
+        ...  # pragma: no cover - protocol
+
+    @property
+    def vocab(self) -> Vocab:
+        """The tokens of the model; for any thread."""
         ...  # pragma: no cover - protocol
 
     def logits(self) -> npt.NDArray[np.float32]:
@@ -227,3 +399,47 @@ class Runtime(Protocol):
     def close(self) -> None:
         """Free what the runtime owns. Calling it again does nothing."""
         ...  # pragma: no cover - protocol
+
+
+def check_parts(runtime: Runtime, parts: Sequence[Part]) -> list[tuple[IntArray, Positions]]:
+    """Return the tokens of each part, and what its sequence holds; `Runtime.decode` says what fits.
+
+    Raises:
+        InvalidValue: As `Runtime.decode` does.
+        TokenError: So, too.
+        ContextOverflow: So, too.
+    """
+    found, seen, n_tokens = [], set(), 0
+    for part in parts:
+        held = runtime.positions(part.seq_id)
+        tokens = as_tokens(part.tokens, n_vocab=runtime.n_vocab)
+        if part.seq_id in seen:
+            raise InvalidValue(f"sequence {part.seq_id} is twice in a batch")
+        if not tokens.size:
+            raise InvalidValue(f"no tokens for sequence {part.seq_id}")
+        check_fits(held.n_tokens + tokens.size, runtime.n_ctx)
+        n_tokens += tokens.size
+        seen.add(part.seq_id)
+        found.append((tokens, held))
+    if n_tokens > runtime.n_batch:
+        raise InvalidValue(f"{n_tokens} tokens exceed a batch of {runtime.n_batch}")
+    return found
+
+
+def check_fits(n_tokens: int, n_ctx: int) -> None:
+    """Raise when one sequence is to hold more than the context has room for.
+
+    Raises:
+        ContextOverflow: With both numbers.
+    """
+    if n_tokens > n_ctx:
+        raise ContextOverflow(f"{n_tokens} tokens exceed the context of {n_ctx}")
+
+
+def spoils_others(family: Family, parts: Sequence[Part]) -> bool:
+    """Whether a batch that fails while it is computed spoils sequences that are not in it.
+
+    To lay the recurrent states of a batch side by side, llama.cpp swaps them with those that lie
+    there. The swap is noted before the graph that carries it out, and is not taken back.
+    """
+    return family.has_recurrent and len(parts) > 1

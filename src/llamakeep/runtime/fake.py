@@ -34,17 +34,25 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from llamakeep.errors import (
-    ContextOverflow,
     DecodeError,
     InvalidValue,
     KeeperClosed,
+    NoRoom,
     RestoreFailed,
     StateError,
     StateRejected,
     blaming,
     is_of_input,
 )
-from llamakeep.runtime.base import Family, Runtime, Traits
+from llamakeep.runtime.base import (
+    Family,
+    Part,
+    Runtime,
+    Traits,
+    check_fits,
+    check_parts,
+    spoils_others,
+)
 from llamakeep.runtime.layout import check_cover, with_stops
 from llamakeep.states import (
     Buffer,
@@ -274,6 +282,7 @@ class FakeRuntime:
         self._powers = np.empty(0, np.uint64)
         self._inverse_powers = np.empty(0, np.uint64)
         self._output: int | None = None
+        self._outputs: dict[int, int] = {}
         self._context = next(_contexts)
         self._device: dict[int, tuple[int, _State]] = {}
         self._planned: dict[str, list[_Failure]] = {}
@@ -361,25 +370,53 @@ class FakeRuntime:
     def evaluate(self, seq_id: int, tokens: IntArray) -> None:
         """Evaluate `tokens` after those the sequence already holds. See `Runtime.evaluate`."""
         tokens = as_tokens(tokens, n_vocab=self.n_vocab)
-        n_tokens = self._seq(seq_id).n_tokens + tokens.size
-        if n_tokens > self.n_ctx:
-            raise ContextOverflow(f"{n_tokens} tokens exceed the context of {self.n_ctx}")
+        check_fits(self._seq(seq_id).n_tokens + tokens.size, self.n_ctx)
         for start in range(0, tokens.size, self.n_batch):
             try:
-                self._decode(self._sequences[seq_id], tokens[start : start + self.n_batch])
-            except DecodeError:
+                self.decode([Part(seq_id, tokens[start : start + self.n_batch])])
+            except NoRoom as error:
                 self.clear(seq_id)
-                raise
+                raise DecodeError(str(error)) from None
 
-    def _decode(self, seq: _Sequence, tokens: IntArray) -> None:
-        self._step("evaluate")
+    def decode(self, parts: Sequence[Part]) -> list[int | None]:
+        """Evaluate tokens of several sequences in one native call. See `Runtime.decode`."""
+        found = check_parts(self, parts)
+        if not parts:
+            return []
+        self._outputs = {}
+        self._output = None
+        try:
+            self._step("evaluate")
+            n_tokens = sum(tokens.size for tokens, _ in found)
+            if self._family.has_rows and n_tokens > self._cells.n_free:
+                at = f" at {found[0][1].n_tokens}" if len(parts) == 1 else ""
+                raise NoRoom(f"llama_decode returned 1 for {n_tokens} tokens{at} of {self.n_ctx}")
+        except NoRoom:
+            raise
+        except DecodeError as error:
+            if spoils_others(self._family, parts):
+                self.clear_all()
+                error.cleared_all = True
+            for part in parts:
+                self.clear(part.seq_id)
+            raise
+        self.calls.evaluate += 1
+        self.calls.evaluated_tokens += n_tokens
+        indices: list[int | None] = []
+        end = 0
+        for part, (tokens, _) in zip(parts, found, strict=True):
+            digest = self._append(self._sequences[part.seq_id], tokens)
+            end += tokens.size
+            indices.append(end - 1 if part.output else None)
+            if part.output:
+                self._outputs[end - 1] = self._output = digest
+        return indices
+
+    def _append(self, seq: _Sequence, tokens: IntArray) -> int:
+        """Put tokens behind those of a sequence, and return the digest after the last one."""
         start, n = seq.n_tokens, tokens.size
         end = start + n
         if seq.rows.size:
-            if n > self._cells.n_free:
-                raise DecodeError(
-                    f"llama_decode returned 1 for {n} tokens at {start} of {self.n_ctx}"
-                )
             seq.cells[start:end] = self._cells.take(n)
         digests = self._digests(self._found(seq), tokens, start)
         if seq.rows.size:
@@ -391,9 +428,8 @@ class FakeRuntime:
             if not self.traits.dense:
                 seq.window_start = max(seq.window_start, end - self.traits.n_swa)
         seq.n_tokens = end
-        seq.recurrent = self._output = int(digests[-1])
-        self.calls.evaluate += 1
-        self.calls.evaluated_tokens += n
+        seq.recurrent = int(digests[-1])
+        return seq.recurrent
 
     def _found(self, seq: _Sequence) -> int:
         """Return the digest of all that the next token of the sequence attends to."""
@@ -441,8 +477,19 @@ class FakeRuntime:
             raise KeeperClosed("the model is closed")
         if self._output is None:
             raise InvalidValue("no logits: nothing was evaluated yet")
+        return self._spread(self._output)
+
+    def logits_of(self, index: int) -> npt.NDArray[np.float32]:
+        """Return the logits of an output of the last `decode`, shape (n_vocab,), a copy."""
+        if self._closed:
+            raise KeeperClosed("the model is closed")
+        if index not in self._outputs:
+            raise InvalidValue(f"{index} is no output of the last batch")
+        return self._spread(self._outputs[index])
+
+    def _spread(self, digest: int) -> npt.NDArray[np.float32]:
         ids = np.arange(self.n_vocab, dtype=np.uint64)
-        mixed = _mix(ids + np.uint64(self._output)) >> np.uint64(40)
+        mixed = _mix(ids + np.uint64(digest)) >> np.uint64(40)
         logits: npt.NDArray[np.float32] = mixed.astype(np.float32)
         logits *= np.float32(8 / 2**24)
         logits -= np.float32(4)

@@ -26,11 +26,11 @@ import numpy.typing as npt
 import psutil
 
 from llamakeep.errors import (
-    ContextOverflow,
     DecodeError,
     InvalidValue,
     KeeperClosed,
     ModelError,
+    NoRoom,
     RestoreFailed,
     StateError,
     StateRejected,
@@ -38,7 +38,15 @@ from llamakeep.errors import (
     is_of_input,
     whole_number,
 )
-from llamakeep.runtime.base import Family, Runtime, Traits
+from llamakeep.runtime.base import (
+    Family,
+    Part,
+    Runtime,
+    Traits,
+    check_fits,
+    check_parts,
+    spoils_others,
+)
 from llamakeep.runtime.layout import (
     HEADER_BYTES,
     StateLayout,
@@ -64,6 +72,7 @@ WHOLE: Final = 0
 PARTIAL: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 ON_DEVICE: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 _EVERYTHING: Final = -1
+_NO_CELLS: Final = 1  # of llama_decode: "could not find a KV slot for the batch"
 _PROBE_TOKENS: Final = 18
 _REMOVALS: Final = ("kv_cache_seq_rm", "memory_seq_rm")  # of this and other builds
 _COMPUTED_BY: Final = (
@@ -101,6 +110,49 @@ class _Context:
         if self.ctx is not None:
             llama_cpp.llama_free(self.ctx)
             self.ctx = None
+
+
+class _Batch:
+    """A native batch over arrays of ours, which are filled without a loop over tokens.
+
+    Args:
+        n_tokens: Most tokens in it.
+    """
+
+    def __init__(self, n_tokens: int) -> None:
+        self._token = np.zeros(n_tokens, np.int32)
+        self._pos = np.zeros(n_tokens, np.int32)
+        self._seq = np.zeros(n_tokens, np.int32)
+        self._output = np.zeros(n_tokens, np.int8)
+        self._one = np.ones(n_tokens, np.int32)  # sequences of each token
+        each = np.arange(n_tokens, dtype=np.uintp) * self._seq.itemsize
+        self._seqs = self._seq.ctypes.data + each  # pointers to each token's sequences
+        self._steps = np.arange(n_tokens, dtype=np.int32)
+        self._native = llama_cpp.llama_batch()
+        for name, array in (
+            ("token", self._token),
+            ("pos", self._pos),
+            ("n_seq_id", self._one),
+            ("seq_id", self._seqs),
+            ("logits", self._output),
+        ):
+            kind = dict(llama_cpp.llama_batch._fields_)[name]
+            setattr(self._native, name, ctypes.cast(array.ctypes.data, kind))
+
+    def add(self, part: Part, tokens: IntArray, n_past: int, start: int) -> int:
+        """Put a part's tokens from index `start` on, and return the index after them."""
+        end = start + tokens.size
+        self._token[start:end] = tokens
+        np.add(self._steps[: tokens.size], n_past, out=self._pos[start:end])
+        self._seq[start:end] = part.seq_id
+        self._output[start:end] = 0
+        self._output[end - 1] = part.output
+        return end
+
+    def of(self, n_tokens: int) -> Any:
+        """Return the native batch of the first `n_tokens`; valid as long as this object lives."""
+        self._native.n_tokens = n_tokens
+        return self._native
 
 
 class LlamaCppRuntime:
@@ -145,7 +197,8 @@ class LlamaCppRuntime:
         self.n_batch = int(llama_cpp.llama_n_batch(context.ctx))
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
         self.draft: Runtime | None = None
-        self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
+        self._batch = _Batch(self.n_batch)
+        self._outputs: frozenset[int] = frozenset()
         self._device_alive: dict[int, tuple[int, int]] = {}  # generation and position, by sequence
         self._adapters: dict[tuple[str, int, int], Any] = {}
         self._empty: Buffer = np.empty(0, np.uint8)
@@ -298,31 +351,59 @@ class LlamaCppRuntime:
     def evaluate(self, seq_id: int, tokens: IntArray) -> None:
         """Evaluate `tokens` after those the sequence already holds. See `Runtime.evaluate`."""
         tokens = as_tokens(tokens, n_vocab=self.n_vocab)
-        n_past = self.positions(seq_id).n_tokens
-        if n_past + tokens.size > self.n_ctx:
-            raise ContextOverflow(
-                f"{n_past + tokens.size} tokens exceed the context of {self.n_ctx}"
-            )
+        check_fits(self.positions(seq_id).n_tokens + tokens.size, self.n_ctx)
         for start in range(0, tokens.size, self.n_batch):
-            part = tokens[start : start + self.n_batch]
-            self._decode(seq_id, part, n_past + start)
+            try:
+                self.decode([Part(seq_id, tokens[start : start + self.n_batch])])
+            except NoRoom as error:
+                self.clear(seq_id)
+                raise DecodeError(str(error)) from None
 
-    def _decode(self, seq_id: int, tokens: IntArray, n_past: int) -> None:
-        batch, n = self._batch, tokens.size
-        batch.n_tokens = n
-        np.ctypeslib.as_array(batch.token, (n,))[:] = tokens
-        np.ctypeslib.as_array(batch.pos, (n,))[:] = np.arange(n_past, n_past + n)
-        np.ctypeslib.as_array(batch.n_seq_id, (n,))[:] = 1
-        np.ctypeslib.as_array(batch.logits, (n,))[:] = 0
-        batch.logits[n - 1] = 1
-        for index in range(n):
-            batch.seq_id[index][0] = seq_id
-        code = llama_cpp.llama_decode(self._ctx, batch)
-        if code != 0:
+    def decode(self, parts: Sequence[Part]) -> list[int | None]:
+        """Evaluate tokens of several sequences in one native call. See `Runtime.decode`.
+
+        Costs about 0.02 ms, and 0.01 ms for each part, beside llama.cpp's time.
+        """
+        ctx = self._ctx
+        found = check_parts(self, parts)
+        if not parts:
+            return []
+        batch, end = self._batch, 0
+        outputs: list[int | None] = []
+        for part, (tokens, held) in zip(parts, found, strict=True):
+            end = batch.add(part, tokens, held.n_tokens, end)
+            outputs.append(end - 1 if part.output else None)
+        self._outputs = frozenset()
+        code = llama_cpp.llama_decode(ctx, batch.of(end))
+        if code:
+            raise self._undone(code, end, parts, [held for _, held in found])
+        self._outputs = frozenset(index for index in outputs if index is not None)
+        return outputs
+
+    def _undone(
+        self, code: int, n_tokens: int, parts: Sequence[Part], before: Sequence[Positions]
+    ) -> DecodeError:
+        """Clear what a failed call left of the sequences, and return what to raise.
+
+        With code 1, llama.cpp found no cells for some part of the batch. It looks for all of them
+        before it computes any, and gives back those that it found; the positions show it.
+        """
+        said = f"llama_decode returned {code} for {n_tokens} tokens"
+        if len(parts) == 1:
+            said += f" at {before[0].n_tokens}"
+        said += f" of {self.n_ctx}"
+        changed = [part.seq_id for part in parts]
+        if code == _NO_CELLS:
+            pairs = zip(changed, before, strict=True)
+            changed = [seq_id for seq_id, held in pairs if self.positions(seq_id) != held]
+            if not changed:
+                return NoRoom(said)
+        if spoils_others(self.traits.family, parts):
+            self.clear_all()
+            return DecodeError(said, cleared_all=True)
+        for seq_id in changed:
             self.clear(seq_id)
-            raise DecodeError(
-                f"llama_decode returned {code} for {n} tokens at {n_past} of {self.n_ctx}"
-            )
+        return DecodeError(said)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return the logits after the last evaluated token, shape (n_vocab,), a copy."""
@@ -330,6 +411,20 @@ class LlamaCppRuntime:
         if not pointer:
             raise InvalidValue("no logits: nothing was evaluated yet")
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def logits_of(self, index: int) -> npt.NDArray[np.float32]:
+        """Return the logits of an output of the last `decode`, shape (n_vocab,), a copy."""
+        return self._output(index).copy()
+
+    def _output(self, index: int) -> npt.NDArray[np.float32]:
+        """Return logits where they lie; llama.cpp ends the process for some that do not exist."""
+        ctx = self._ctx
+        if index not in self._outputs:
+            raise InvalidValue(f"{index} is no output of the last batch")
+        pointer = llama_cpp.llama_get_logits_ith(ctx, index)
+        if not pointer:
+            raise InvalidValue(f"llama.cpp has no output {index} any more")
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
 
     def positions(self, seq_id: int) -> Positions:
         """Return the first and last position that the sequence holds."""
@@ -897,9 +992,6 @@ class LlamaCppRuntime:
 
     def close(self) -> None:
         """Free what the runtime owns. Calling it again does nothing."""
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            llama_cpp.llama_batch_free(batch)
         self._owned.close()  # an adopted context belongs to its `Llama` and stays
 
 
