@@ -436,11 +436,6 @@ class ServerSettings:
         """LoRA adapters and their scales."""
         return (*((path, 1.0) for path in self.lora), *self.lora_scaled)
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens of an answer whose request has no limit; None for no limit."""
-        return self.predict
-
     def capacity_bytes(self, available_bytes: int) -> int:
         """Return how many bytes of states may be in memory.
 

@@ -1,0 +1,154 @@
+"""What a server logs: for people on a terminal, else one JSON object a line.
+
+Everything goes through the logger `llamakeep`, and uvicorn's own logs take the same form. What is
+told of a request are numbers and words of ours: no prompt, no answer and no key is ever logged.
+What clients chose (an id, a path) cannot make lines of its own: control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import datetime, timezone
+from typing import Any, TextIO
+
+from llamakeep.engine.request import Progress
+from llamakeep.server.records import RequestRecord
+
+logger = logging.getLogger("llamakeep")
+
+LOGGERS = {"llamakeep": logging.INFO, "uvicorn": logging.WARNING}
+"""What is logged, and from which level on."""
+
+_MOST_ID_LETTERS = 80
+
+
+def tell(event: str, message: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event.
+
+    Args:
+        event: Its kind, in a word.
+        message: What people read.
+        level: Of `logging`.
+        **fields: What programs read, JSON-ready.
+    """
+    logger.log(level, "%s", message, extra={"event": event, "fields": fields})
+
+
+def tell_request(record: RequestRecord) -> None:
+    """Log how a request was answered."""
+    fields = {
+        "request_id": record.request_id[:_MOST_ID_LETTERS],
+        "slot": record.slot_id,
+        "reused_tokens": record.reused_tokens,
+        "evaluated_tokens": record.evaluated_tokens,
+        "tier": record.tier,
+        "reason": record.reason,
+        "generated_tokens": record.generated_tokens,
+        "tokens_per_second": round(record.tokens_per_second, 1),
+        "queue_ms": round(record.queue_ms, 1),
+        "restore_ms": round(record.restore_ms, 1),
+        "prompt_ms": round(record.prompt_ms, 1),
+        "predicted_ms": round(record.predicted_ms, 1),
+        "ms": round(record.ms, 1),
+        "stop": record.stop,
+        **({"error": record.error} if record.error else {}),
+    }
+    level = logging.WARNING if record.error else logging.INFO
+    tell("request", _line(record), level=level, **fields)
+
+
+def _line(record: RequestRecord) -> str:
+    where = "no slot" if record.slot_id is None else f"slot {record.slot_id}"
+    name = record.request_id[:_MOST_ID_LETTERS]
+    if record.error:
+        return f"{where}: {record.error} {name}".rstrip()
+    rate = f" at {record.tokens_per_second:.1f}/s" if record.tokens_per_second else ""
+    return (
+        f"{where}: {record.reused_tokens:,} reused ({record.tier}), {record.evaluated_tokens:,} "
+        f"evaluated in {record.prompt_ms:,.0f} ms; {record.generated_tokens:,} tokens{rate}, "
+        f"{record.ms:,.0f} ms in all ({record.stop}) {name}"
+    ).rstrip()
+
+
+def tell_progress(request_id: str, progress: Progress) -> None:
+    """Log how far a long prompt is evaluated."""
+    share = progress.processed / max(1, progress.total)
+    name = request_id[:_MOST_ID_LETTERS]
+    tell(
+        "progress",
+        f"reading a prompt: {progress.processed:,} of {progress.total:,} tokens ({share:.0%}) "
+        f"after {progress.ms / 1e3:.0f} s {name}".rstrip(),
+        request_id=name,
+        total_tokens=progress.total,
+        reused_tokens=progress.cached,
+        processed_tokens=progress.processed,
+        ms=round(progress.ms, 1),
+    )
+
+
+def _printable(text: str) -> str:
+    """Return text on one line that a terminal shows and does not obey."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+class Readable(logging.Formatter):
+    """A line for people: the time, a level that matters, the message.
+
+    Lines of a traceback follow, each indented, so that none can pass for a line of the log.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        lines = [f"{clock} {level}{_printable(record.getMessage())}"]
+        if record.exc_info:
+            trace = self.formatException(record.exc_info)
+            lines += [f"    {_printable(line)}" for line in trace.splitlines()]
+        return "\n".join(lines)
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object: `time` (UTC), `level`, `event`, `message`, then the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the object on one line, in ASCII."""
+        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        entry: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", "log"),
+            "message": record.getMessage(),
+        }
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure(stream: TextIO | None = None, *, readable: bool | None = None) -> logging.Handler:
+    """Log what `LOGGERS` says to a stream, and nowhere else.
+
+    Args:
+        stream: None for standard error.
+        readable: For people; None if the stream is a terminal.
+
+    Returns:
+        The handler, which takes the place of those before it.
+    """
+    to = sys.stderr if stream is None else stream
+    people = to.isatty() if readable is None else readable
+    handler = logging.StreamHandler(to)
+    handler.setFormatter(Readable() if people else JsonLines())
+    for name, level in LOGGERS.items():
+        each = logging.getLogger(name)
+        each.handlers = [handler]
+        each.setLevel(level)
+        each.propagate = False
+    return handler
