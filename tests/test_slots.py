@@ -218,11 +218,33 @@ def test_only_completions_use_the_cache_and_take_checkpoints(kind: str, mode: st
     slots.serve(span(50, 100))
     assert len(cache) == 1
     counters = dict(cache.counters)
-    served = slots.serve(join(span(50), span(5, 500)), kind=kind)
-    assert (served.loaded, served.reused_tokens) == (None, 0)
-    assert cache.counters == counters
-    assert not len(slots.slots[0].checkpoints)
+    for _ in range(2):
+        served = slots.serve(join(span(50), span(5, 500)), kind=kind)
+        assert served.loaded is None
+        assert served.reused_tokens in (0, 54)
+        # In keep what the completion held is saved before, and what such a task left is not.
+        saved = counters | {"saved": 2} if mode == "keep" else counters
+        assert cache.counters == saved
+        assert not len(slots.slots[0].checkpoints)
     slots.check()
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_task_of_another_kind_does_not_cost_a_completion_its_tokens(
+    family: Family, kind: str
+) -> None:
+    for mode, kept in (("keep", [60]), ("upstream", [])):
+        slots = make(family, mode=mode)
+        slots.serve(span(60))
+        for _ in range(3):
+            slots.serve(join(span(60), span(9, 500)), kind=kind)
+        slots.serve(span(70, 1000))
+        entries = [entry.n_tokens for entry in parts(slots)[1]]
+        assert [n_tokens for n_tokens in entries if n_tokens == 60] == kept
+        if mode == "keep":
+            assert entries == kept
+            assert serve(slots, span(61)).reused_tokens == 60
 
 
 def test_infill_reuses_what_is_live_and_embedding_does_not() -> None:
@@ -1062,16 +1084,16 @@ def test_a_repeat_evaluates_as_few_tokens_as_it_may(family: Family, min_evaluate
 
 
 def test_fault_26_what_is_never_asked_for_again_is_not_stored() -> None:
-    for mode, stored in (("keep", 1), ("upstream", 2)):
+    for mode, stored in (("keep", [9000, 9500]), ("upstream", [20 * 299, 9500])):
         slots = make(mode=mode)
         slots.serve(span(30, 9000))
         for number in range(300):
             slots.serve(span(10, 20 * number), kind=("embedding", "rerank")[number % 2])
-            assert not len(parts(slots)[1])
+            assert len(parts(slots)[1]) == int(mode == "keep")  # the completion before them
         slots.serve(span(30, 9500))
         slots.serve(span(30, 9900))
         # llama-server saves what the last of them left when a completion takes the slot.
-        assert len(parts(slots)[1]) == stored
+        assert [entry.tokens[0] for entry in parts(slots)[1]] == stored
 
 
 def test_fault_27_the_same_prompt_six_times_is_one_entry_and_five_hits() -> None:

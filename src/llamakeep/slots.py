@@ -15,8 +15,9 @@ cache's part):
    the batch that starts there is evaluated.
 
 Mode `keep` differs in 2 and 3: a completion is saved whenever it would lose a single token, and
-the prompt is looked up whatever was chosen and why, in the other slots too; what another kind of
-task left is never saved; idle slots are emptied only when the cache has them.
+when a task of another kind takes its slot; the prompt is looked up whatever was chosen and why, in
+the other slots too; what another kind of task left is never saved; idle slots are emptied only when
+the cache has them.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ Purge: TypeAlias = Literal["first", "lru", "longest"]
 
 COMPLETION: Final = "completion"
 KINDS: Final = (COMPLETION, "infill", "embedding", "rerank")
-"""Kinds of tasks. Only the first uses the cache and takes checkpoints; the last two reuse nothing,
-not even what is live."""
+"""Kinds of tasks. Only the first looks into the cache and takes checkpoints; the last two reuse
+nothing, not even what is live."""
 _STATELESS: Final = ("embedding", "rerank")
 LEAST_KEPT: Final = 0.5
 """llama-server saves a slot that would lose more than this share of what it holds."""
@@ -240,6 +241,9 @@ class Slots:
             loaded = None
             if kind == COMPLETION and self._cache.enabled and (update or self.mode == "keep"):
                 loaded = self._swap(chosen, wanted)
+            elif kind != COMPLETION and self.mode == "keep" and chosen.n_tokens:
+                self._save(chosen)  # what it adds, if it adds to it, is none of a completion's
+                self._cache.update()
             if self._cache_idle and (kind == COMPLETION or self.mode == "upstream"):
                 self._save_idle(chosen)
             n_past = chosen.resume(wanted, 0 if kind in _STATELESS else n_prompt)
