@@ -614,6 +614,36 @@ def test_in_keep_a_prefix_stays_if_something_can_be_resumed_at_it_only() -> None
     assert lengths(cache) == [30, 40]
 
 
+@pytest.mark.parametrize("mode", ["upstream", "keep"])
+@pytest.mark.parametrize("longer", [0, 5])
+def test_an_entry_with_fewer_checkpoints_is_not_enough(mode: Any, longer: int) -> None:
+    cache = make(1000, mode=mode)
+    put(cache, span(20 + longer), 10, listed([], 5, span(20 + longer)))
+    for positions in ([20], [5], [5, 10, 20]):
+        result = put(cache, span(20), 10, listed(positions, 5, span(20)))
+        more = mode == "keep" and (longer > 0 or positions != [20])
+        assert result is (Saving.SAVED if more else Saving.CACHED)
+        # Of the same tokens, those with fewer are obsolete.
+        assert len(cache) == (2 if longer and mode == "keep" else 1)
+        assert put(cache, span(20), 10, listed(positions[:1], 5, span(20))) is Saving.CACHED
+    best = [entry for entry in cache if entry.n_tokens == 20][-1:]
+    assert [entry.n_checkpoints for entry in best] == ([3] if mode == "keep" else [0][longer:])
+
+
+def test_an_entry_with_as_many_checkpoints_as_would_be_stored_is_enough() -> None:
+    for options in ({"checkpoints": "none"}, {"limit_bytes": 19}):
+        cache = make(**{"limit_bytes": 1000, **KEEP, **options})
+        checkpoints = listed([5, 10], 5, span(20))
+        assert put(cache, span(20), 10, checkpoints.copy("none")) is Saving.SAVED
+        result = put(cache, span(20), 10, checkpoints)
+        assert result is (Saving.CACHED if "checkpoints" in options else Saving.SAVED)
+        assert [entry.n_checkpoints for entry in cache] == [int("checkpoints" not in options)]
+        assert put(cache, span(20), 10, checkpoints) is Saving.CACHED
+        assert cache.counters.get("trimmed", 0) == int("checkpoints" not in options)
+        # One that would not fit at all is there all the same.
+        assert put(cache, span(20), 1001, checkpoints) is Saving.CACHED
+
+
 def test_in_keep_a_hit_can_make_an_entry_the_youngest() -> None:
     for refresh, order, left in ((False, [0, 20], [20]), (True, [20, 0], [0])):
         cache = make(60, refresh_on_hit=refresh, **KEEP)

@@ -164,6 +164,10 @@ class Entry:
         found = deepest_of(self.own_checkpoints(), limit)
         return found.n_tokens if found is not None else 0
 
+    def places(self) -> set[int]:
+        """Return where a rolling entry can be resumed: at its end and its own checkpoints."""
+        return {self.n_tokens, *(kept.n_tokens for kept in self.own_checkpoints())}
+
     def own_checkpoints(self) -> list[ListedCheckpoint]:
         """Return the checkpoints that are proven to be of these tokens, by position.
 

@@ -15,7 +15,8 @@ restored               all of it, then cut back            what the request shar
 too large              refused                             stored with fewer checkpoints, if that
                                                            helps; else refused
 a prefix of another    is obsolete, and not stored         only if nothing is lost by it (rolling
-                                                           memory resumes at checkpoints only)
+                                                           memory resumes at checkpoints only, so
+                                                           these must all be there)
 a state that is wrong  stays, and fails again              is dropped
 =====================  ==================================  ======================================
 
@@ -292,7 +293,8 @@ class PromptCache:
     ) -> Allocated:
         """Make room for an entry, in llama-server's order: refuse before anything is evicted.
 
-        Nothing is done when an entry contains the prompt already, or when the new one alone is
+        Nothing is done when an entry contains the prompt already (in mode `keep` and with rolling
+        memory: and all the checkpoints it would be stored with), or when the new one alone is
         above the limit. Else entries that are prefixes of it go, then others by the policy, until
         there is room, which is taken. The entry counts, but is not found before it is filled.
 
@@ -307,15 +309,18 @@ class PromptCache:
         tokens = as_tokens(tokens)
         if not self.enabled:
             return Allocated(Saving.NOTHING)
-        if any(self._contains(entry, tokens, namespace) for entry in self._entries):
+        new = Entry(tokens, 0, rolling=rolling, namespace=namespace)
+        fits, fewer = self._fit(new, state_bytes + draft_bytes, checkpoints)
+        if any(self._contains(entry, new) for entry in self._entries):
             self._count("cached")
             self._emit(AlreadyCached())
             return Allocated(Saving.CACHED)
-        new = Entry(tokens, 0, rolling=rolling, namespace=namespace)
-        if not self._fit(new, state_bytes + draft_bytes, checkpoints):
+        if not fits:
             self._count("refused")
             self._emit(OverLimitSkipped(new.n_bytes, self._limit_bytes))
             return Allocated(Saving.REFUSED)
+        if fewer:
+            self._count("trimmed")
         for entry in self:
             if self._is_obsolete(entry, new):
                 self._count("obsolete")
@@ -370,8 +375,10 @@ class PromptCache:
         elif extra < 0:
             self._budget.reserve(-extra)
 
-    def _fit(self, new: Entry, state_bytes: int, checkpoints: CheckpointList | None) -> bool:
-        """Choose the checkpoints that go into an entry; return whether it fits."""
+    def _fit(
+        self, new: Entry, state_bytes: int, checkpoints: CheckpointList | None
+    ) -> tuple[bool, bool]:
+        """Choose the checkpoints of an entry; return whether it fits, and if so with fewer."""
         first = _LEVELS.index(self._keep_checkpoints)
         levels = _LEVELS[first:] if self.mode == "keep" else _LEVELS[first : first + 1]
         for level in levels:
@@ -380,18 +387,17 @@ class PromptCache:
             if level == levels[0]:
                 new.n_bytes = n_bytes  # what a refusal reports
             if n_bytes <= self._limit_bytes:
-                if level != levels[0]:
-                    self._count("trimmed")
                 new.n_bytes, new.checkpoints = n_bytes, kept
-                return True
-        return False
+                return True, level != levels[0]
+        return False, False
 
-    def _contains(self, entry: Entry, tokens: IntArray, namespace: bytes) -> bool:
-        """Return whether `entry` makes one of `tokens` needless."""
-        n_tokens = int(tokens.size)
-        if entry.namespace != namespace or common_prefix(entry.tokens, tokens) < n_tokens:
+    def _contains(self, entry: Entry, new: Entry) -> bool:
+        """Return whether `entry` makes `new` needless."""
+        if entry.namespace != new.namespace:
             return False
-        return self.mode == "upstream" or entry.reach(tokens, n_tokens) == n_tokens
+        if common_prefix(entry.tokens, new.tokens) < new.n_tokens:
+            return False
+        return self.mode == "upstream" or not entry.rolling or new.places() <= entry.places()
 
     def _is_obsolete(self, entry: Entry, new: Entry) -> bool:
         """Return whether `new` makes `entry` needless."""
@@ -401,8 +407,7 @@ class PromptCache:
             return False
         if self.mode == "upstream" or not entry.rolling:
             return True
-        places = {kept.n_tokens for kept in new.own_checkpoints()} | {new.n_tokens}
-        return {entry.n_tokens, *(kept.n_tokens for kept in entry.own_checkpoints())} <= places
+        return entry.places() <= new.places()
 
     def _out_of_memory(self, error: MemoryError) -> None:
         """Do as llama-server when an allocation fails: less from now on."""
