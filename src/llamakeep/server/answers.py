@@ -1,0 +1,248 @@
+"""Answers as they come: from the engine's thread to whoever waits for them.
+
+::
+
+    engine's thread --listener--> Inbox --take--> a stream (sse.py), or `collect`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.types import Receive
+
+from llamakeep.engine.request import (
+    Begun,
+    Choice,
+    Failed,
+    Finished,
+    Listener,
+    Piece,
+    Request,
+    Timings,
+    Update,
+)
+from llamakeep.errors import ContextOverflow
+from llamakeep.server.errors import ClientGone, too_long
+from llamakeep.server.ports import Engine, Ticket
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as far as it has come.
+
+    Attributes:
+        request: What was asked.
+        index: Which of the answers to one HTTP request it is.
+        keep: Whether texts and tokens are collected, or only counted.
+    """
+
+    request: Request
+    index: int
+    keep: bool = True
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Choice] = field(default_factory=list)
+    begun: Begun | None = None
+    finished: Finished | None = None
+    n_decoded: int = 0
+    n_chars: int = 0
+    has_new_line: bool = False
+    began_at: float = math.nan
+    first_at: float = math.nan
+    last_at: float = math.nan
+
+    def take(self, update: Update) -> None:
+        """Note what has come."""
+        if isinstance(update, Piece):
+            self.last_at = time.perf_counter()
+            if not self.n_decoded:
+                self.first_at = self.last_at
+            self.n_decoded += len(update.tokens)
+            self.n_chars += len(update.text)
+            self.has_new_line = self.has_new_line or "\n" in update.text
+            if self.keep:
+                self.texts.append(update.text)
+                self.tokens.extend(update.tokens)
+                self.probs.extend(update.probs)
+        elif isinstance(update, Begun):
+            self.begun, self.began_at = update, time.perf_counter()
+        elif isinstance(update, Finished):
+            self.finished = update
+
+    @property
+    def text(self) -> str:
+        """What was collected of the text."""
+        return "".join(self.texts)
+
+    @property
+    def slot_id(self) -> int:
+        """Which slot answers; -1 as long as none does."""
+        if self.finished is not None and self.finished.slot_id is not None:
+            return self.finished.slot_id
+        return -1 if self.begun is None else self.begun.slot_id
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.prompt.size)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated; at its end that which ended it is counted, too."""
+        return self.n_decoded if self.finished is None else self.finished.timings.predicted_n
+
+    @property
+    def n_reused(self) -> int:
+        """Those that were not evaluated."""
+        reuse = self.finished.reuse if self.finished else self.begun and self.begun.reuse
+        return reuse.reused_tokens if reuse else 0
+
+    @property
+    def timings(self) -> Timings:
+        """What it has cost up to now; the engine's own figures at its end."""
+        if self.finished is not None:
+            return self.finished.timings
+        prompt = (self.first_at - self.began_at) * 1e3
+        return Timings(
+            queue_ms=0.0,
+            prompt_n=self.n_prompt - self.n_reused,
+            cache_n=self.n_reused,
+            prompt_ms=0.0 if math.isnan(prompt) else prompt,
+            predicted_n=self.n_decoded,
+            predicted_ms=(self.last_at - self.first_at) * 1e3 if self.n_decoded else 0.0,
+        )
+
+
+class Inbox:
+    """Updates on their way from the engine's thread to the event loop.
+
+    The loop is woken once for all that came since it last looked. Made in the event loop, which
+    alone calls all methods but the listeners.
+
+    Args:
+        backlog: Updates that may wait; `overflown` says that there were more.
+        eager: Wake the loop for every update, not only for the last one of each answer.
+
+    Attributes:
+        overflown: Whoever should take the updates does not keep up.
+    """
+
+    def __init__(self, backlog: int, *, eager: bool = True) -> None:
+        self.overflown = False
+        self._eager = eager
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[int, Update]] = deque()
+        self._backlog = backlog
+        self._woken = False
+        self._event = asyncio.Event()
+        self._tickets: list[Ticket] = []
+        self._open = 0
+
+    def submit(self, engine: Engine, requests: Sequence[Request]) -> None:
+        """Ask for all answers, or for none.
+
+        Raises:
+            ApiError: For a prompt that does not fit, with both numbers.
+            LlamakeepError: What the engine refuses.
+        """
+        try:
+            for index, request in enumerate(requests):
+                try:
+                    ticket = engine.submit(request, self._listener(index))
+                except ContextOverflow as error:
+                    raise too_long(int(request.prompt.size), engine.n_ctx) from error
+                self._tickets.append(ticket)
+                self._open += 1
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _listener(self, index: int) -> Listener:
+        waiting, eager = self._waiting, self._eager
+
+        def hear(update: Update) -> None:
+            waiting.append((index, update))
+            if not self._woken and (eager or isinstance(update, Finished | Failed)):
+                self._woken = True
+                # A loop that is closed has nobody waiting in it.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._wake)
+
+        return hear
+
+    def _wake(self) -> None:
+        self._woken = False
+        if self._eager and len(self._waiting) > self._backlog:
+            self.overflown = True
+            self.cancel()
+        self._event.set()
+
+    def poke(self) -> None:
+        """Let `take` return, with nothing if nothing came."""
+        self._event.set()
+
+    async def take(self) -> list[tuple[int, Update]]:
+        """Wait until something came or `poke` was called; return all that is there, in order.
+
+        It may be nothing.
+        """
+        if not self._waiting:
+            await self._event.wait()
+        self._event.clear()
+        result: list[tuple[int, Update]] = []
+        while self._waiting:
+            result.append(self._waiting.popleft())
+        self._open -= sum(isinstance(update, Finished | Failed) for _, update in result)
+        return result
+
+    @property
+    def is_open(self) -> bool:
+        """Whether answers are not complete yet."""
+        return self._open > 0
+
+    def cancel(self) -> None:
+        """End what is not complete yet."""
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def collect(engine: Engine, requests: Sequence[Request], receive: Receive) -> list[Answer]:
+    """Ask, and wait for all answers.
+
+    Raises:
+        ClientGone: When the client hung up; nothing goes on for it.
+        Exception: What the engine refuses, or why an answer failed.
+    """
+    answers = [Answer(request, index) for index, request in enumerate(requests)]
+    inbox = Inbox(0, eager=False)
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        inbox.poke()
+
+    inbox.submit(engine, requests)
+    watcher = asyncio.ensure_future(watch())
+    try:
+        while inbox.is_open:
+            for index, update in await inbox.take():
+                if isinstance(update, Failed):
+                    raise update.error
+                answers[index].take(update)
+            if gone:
+                raise ClientGone
+    finally:
+        watcher.cancel()
+        inbox.cancel()
+    return answers

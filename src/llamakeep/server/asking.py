@@ -1,0 +1,135 @@
+"""From a client's fields to the engine's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llamakeep.engine.request import Request
+from llamakeep.modes import Mode
+from llamakeep.runtime.base import Vocab
+from llamakeep.sampling import RANDOM_SEED, Sampling
+from llamakeep.server.errors import ApiError
+from llamakeep.server.ports import Engine, Prompt, ServerOptions
+from llamakeep.server.prompts import bias_of, check_slot
+from llamakeep.server.schema import AnswerFields
+
+_SEEDS = 1 << 32
+_SAME_NAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_keep",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every endpoint needs.
+
+    Attributes:
+        engine: Answers requests.
+        options: What the server was told.
+    """
+
+    engine: Engine
+    options: ServerOptions
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+        return self.engine.vocab
+
+
+def seed_of(value: int | None, default: int) -> int:
+    """Return the seed that is meant: llama.cpp has 32 bits, and the last one means a random one."""
+    if value is None:
+        return default
+    seed = value % _SEEDS
+    return RANDOM_SEED if seed == _SEEDS - 1 else seed
+
+
+def openai_defaults(sampling: Sampling) -> Sampling:
+    """Return `sampling` with OpenAI's defaults for what OpenAI's API defines."""
+    return replace(
+        sampling, temperature=1.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )
+
+
+def sampling_of(body: AnswerFields, vocab: Vocab, defaults: Sampling) -> Sampling:
+    """Return how tokens are chosen.
+
+    Raises:
+        ApiError: For a `logit_bias` that cannot be meant.
+    """
+    changes = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if "top_k" in changes:
+        changes["top_k"] = max(0, changes["top_k"])
+    if body.logit_bias is not None:
+        changes["logit_bias"] = bias_of(vocab, body.logit_bias)
+    return replace(defaults, seed=seed_of(body.seed, defaults.seed), **changes)
+
+
+def mode_of(body: AnswerFields) -> Mode:
+    """Return what the request may do with kept states; `cache_mode` has the last word."""
+    if body.cache_mode is not None:
+        return Mode(body.cache_mode)
+    return Mode.WRITE if body.cache_prompt is False else Mode.ON
+
+
+def requests_of(
+    context: Context,
+    body: AnswerFields,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    max_tokens: int | None,
+    n_probs: int,
+    label: str,
+) -> list[Request]:
+    """Return a request for each answer: each prompt `n` times, prompts first.
+
+    Answers to one prompt have different seeds.
+
+    Raises:
+        ApiError: For more answers than the server gives at once.
+        InvalidValue: For a slot that is not there.
+    """
+    count = len(prompts) * body.choices
+    if count > context.options.max_prompts:
+        raise ApiError(
+            f"'n': {count} answers are asked for, and at most {context.options.max_prompts} "
+            "are given at once",
+            param="n",
+        )
+    slot = check_slot(body.id_slot, context.engine.n_slots)
+    limit = body.limit(max_tokens)
+    result: list[Request] = []
+    for prompt in prompts:
+        for choice in range(body.choices):
+            seed = sampling.seed
+            if choice and seed != RANDOM_SEED:
+                seed = (seed + choice) % (_SEEDS - 1)
+            result.append(
+                Request(
+                    prompt.tokens,
+                    max_tokens=limit,
+                    sampling=replace(sampling, seed=seed) if choice else sampling,
+                    stop=body.stop_words(),
+                    n_probs=n_probs,
+                    user_starts=prompt.starts,
+                    mode=mode_of(body),
+                    salt=body.cache_salt or "",
+                    slot=slot,
+                    wants_progress=bool(body.stream and body.return_progress),
+                    label=label,
+                )
+            )
+    return result

@@ -1,0 +1,53 @@
+"""Fields that shape an answer's form and are not there yet, and samplers that llamakeep lacks.
+
+Ignoring them would give answers that are not what was asked for. So each is a 400 with its name,
+unless its value asks for nothing. Tools and structured output will be read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llamakeep.server.errors import unsupported
+
+_TEXT_FORMAT = {"type": "text"}
+
+# What asks for nothing, besides null, false, 0, "", [] and {}.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "functions": (),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": (_TEXT_FORMAT,),
+    "json_schema": (),
+    "grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "lora": (),
+    "samplers": (),
+    "mirostat": (),
+    "dynatemp_range": (),
+    "dry_multiplier": (),
+    "xtc_probability": (),
+    "top_n_sigma": (-1,),
+    "adaptive_target": (-1,),
+    "post_sampling_probs": (),
+    "n_indent": (),
+    "t_max_predict_ms": (-1,),
+}
+
+
+def refuse(fields: Mapping[str, Any] | None) -> None:
+    """Raise for the first of `fields` that asks for something that is not there.
+
+    Raises:
+        ApiError: With the name of the field.
+    """
+    for name, value in (fields or {}).items():
+        if name not in _NEUTRAL or not value:
+            continue
+        if not any(value == neutral for neutral in _NEUTRAL[name]):
+            raise unsupported(name)

@@ -1,0 +1,181 @@
+"""llama-server's own endpoints: completions, tokens, templates, and what the server is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from llamakeep.server import constraints
+from llamakeep.server.answers import collect
+from llamakeep.server.asking import Context, requests_of, sampling_of
+from llamakeep.server.conversation import Conversations
+from llamakeep.server.documented import ERRORS, example
+from llamakeep.server.errors import ApiError
+from llamakeep.server.native_json import NativeEncoder, sampling_json
+from llamakeep.server.ports import Prompt
+from llamakeep.server.prompts import starts_of, tokenize_mixed, tokenize_prompts
+from llamakeep.server.schema import (
+    ApplyTemplate,
+    Detokenize,
+    NativeCompletion,
+    Tokenize,
+)
+from llamakeep.server.sse import stream
+from llamakeep.server.threads import size_of, soon
+from llamakeep.server.wire import answer_json
+from llamakeep.tokens import as_tokens
+
+
+def _prompts(context: Context, body: NativeCompletion) -> list[Prompt]:
+    vocab = context.vocab
+    most = context.options.max_prompts
+    return [
+        Prompt(tokens, starts_of(vocab, tokens, body.message_delimiters or ()))
+        for tokens in tokenize_prompts(vocab, body.prompt, most=most)
+    ]
+
+
+def completions(context: Context) -> APIRouter:
+    """Return `/completion` and `/completions`."""
+    router = APIRouter(tags=["llama-server"])
+    engine, options = context.engine, context.options
+
+    async def completion(
+        request: Request,
+        body: Annotated[
+            NativeCompletion, example(prompt="The lighthouse was built in", n_predict=16)
+        ],
+    ) -> Response:
+        """Continue one prompt, or each of several."""
+        constraints.refuse(body.model_extra)
+        n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
+        prompts = await soon(options, size_of(body.prompt), lambda: _prompts(context, body))
+        requests = requests_of(
+            context,
+            body,
+            prompts,
+            sampling=sampling_of(body, context.vocab, options.sampling),
+            max_tokens=options.n_predict,
+            n_probs=n_probs,
+            label="completion",
+        )
+        encoder = NativeEncoder(body, context.vocab, engine.model_name)
+        if body.stream:
+            return await stream(engine, requests, encoder, options)
+        answers = [encoder.whole(each) for each in await collect(engine, requests, request.receive)]
+        return answer_json(answers[0] if len(answers) == 1 else answers)
+
+    for path in ("/completion", "/completions"):
+        router.add_api_route(
+            path,
+            completion,
+            methods=["POST"],
+            responses=ERRORS,
+            response_class=Response,
+            include_in_schema=path == "/completion",
+        )
+    return router
+
+
+def texts(context: Context, conversations: Conversations) -> APIRouter:
+    """Return `/tokenize`, `/detokenize` and `/apply-template`."""
+    router = APIRouter(tags=["llama-server"])
+    vocab, options = context.vocab, context.options
+
+    @router.post("/tokenize", responses=ERRORS)
+    async def tokenize(
+        body: Annotated[Tokenize, example(content="Hello world", with_pieces=True)],
+    ) -> Response:
+        """Return the tokens of a text."""
+
+        def tokens_of() -> list[Any]:
+            tokens = tokenize_mixed(
+                vocab,
+                body.content,
+                "content",
+                add_special=bool(body.add_special),
+                parse_special=body.parse_special is not False,
+            )
+            ids = [int(token) for token in tokens]
+            return (
+                [{"id": each, "piece": _piece(each)} for each in ids] if body.with_pieces else ids
+            )
+
+        def _piece(token: int) -> str | list[int]:
+            piece = vocab.piece(token, special=True)
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:
+                return list(piece)
+
+        content = "" if body.content is None else body.content
+        return answer_json({"tokens": await soon(options, size_of(content), tokens_of)})
+
+    @router.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: Annotated[Detokenize, example(tokens=[72, 105])]) -> Response:
+        """Return the text of tokens."""
+
+        def text_of() -> str:
+            tokens = as_tokens(body.tokens, n_vocab=vocab.n_vocab)
+            return vocab.text(tokens) if tokens.size else ""
+
+        return answer_json({"content": await soon(options, 8 * len(body.tokens), text_of)})
+
+    @router.post("/apply-template", responses=ERRORS)
+    async def apply_template(
+        body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
+    ) -> Response:
+        """Return the prompt that a conversation becomes."""
+        size = size_of(body.messages)
+        text = await soon(options, size, lambda: conversations.text(body, body.tools))
+        return answer_json({"prompt": text})
+
+    return router
+
+
+def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
+    """Return `/props` and `/health`."""
+    router = APIRouter(tags=["llama-server"])
+    engine, options, vocab = context.engine, context.options, context.vocab
+
+    def special(token: int | None) -> str:
+        return "" if token is None else vocab.piece(token, special=True).decode("utf-8", "replace")
+
+    @router.get("/props")
+    async def props() -> Response:
+        """Return what the server is and what it does where a request does not say."""
+        return answer_json(
+            {
+                "default_generation_settings": {
+                    "params": sampling_json(options.sampling, options.n_predict),
+                    "n_ctx": engine.n_ctx,
+                },
+                "total_slots": engine.n_slots,
+                "model_alias": engine.model_name,
+                "model_path": options.model_path,
+                "modalities": {"vision": False, "audio": False, "video": False},
+                "endpoint_slots": options.slots,
+                "endpoint_props": False,
+                "endpoint_metrics": has_metrics,
+                "chat_template": template,
+                "bos_token": special(vocab.bos),
+                "eos_token": special(vocab.eos),
+                "build_info": options.build,
+                "is_sleeping": False,
+            }
+        )
+
+    @router.post("/props", responses=ERRORS)
+    async def change_props() -> Response:
+        """Refuse: a running server cannot be told otherwise."""
+        raise ApiError("This server does not support changing global properties.", code=501)
+
+    async def health() -> Response:
+        """Say that requests are answered."""
+        return answer_json({"status": "ok"})
+
+    for path in ("/health", "/v1/health"):
+        router.add_api_route(path, health, methods=["GET"], responses=ERRORS)
+    return router

@@ -1,0 +1,224 @@
+"""Answers of `/completion` in llama-server's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from llamakeep.engine.request import Begun, Finished, Piece, Progress, Request, Stop, Update
+from llamakeep.runtime.base import Vocab
+from llamakeep.sampling import RANDOM_SEED, Sampling
+from llamakeep.server.answers import Answer
+from llamakeep.server.schema import NativeCompletion
+from llamakeep.server.sse import event
+from llamakeep.server.wire import probs_json, progress_json, timings_json
+
+_NO_SEED = (1 << 32) - 1
+_STOP_TYPES = {Stop.END: "eos", Stop.WORD: "word", Stop.LIMIT: "limit", Stop.CANCELLED: "none"}
+
+# llama-server's other samplers, as they are when they do nothing: none of them is here.
+_OFF: dict[str, Any] = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "mirostat": 0,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+    "n_keep": 0,
+    "n_discard": 0,
+    "grammar": "",
+    "post_sampling_probs": False,
+    "lora": [],
+}
+_SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
+
+
+def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
+    """Return settings by llama-server's names, those that are off included."""
+    limit = -1 if n_predict is None else n_predict
+    return {
+        "seed": _NO_SEED if sampling.seed == RANDOM_SEED else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repeat_last_n": sampling.repeat_last_n,
+        "repeat_penalty": sampling.repeat_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "min_keep": sampling.min_keep,
+        "ignore_eos": sampling.ignore_eos,
+        "max_tokens": limit,
+        "n_predict": limit,
+        "samplers": _SAMPLERS,
+    } | _OFF
+
+
+def settings_json(
+    request: Request, vocab: Vocab, *, stream: bool, timings_per_token: bool
+) -> dict[str, Any]:
+    """Return `generation_settings`: how an answer was made."""
+    biases = list(request.sampling.logit_bias)
+    if request.sampling.ignore_eos:
+        biases += [(token, -math.inf) for token in end_tokens(vocab)]
+    return sampling_json(request.sampling, request.max_tokens) | {
+        "stop": list(request.stop),
+        "stream": stream,
+        "n_probs": request.n_probs,
+        "logit_bias": [
+            {"token": token, "bias": bias if math.isfinite(bias) else None}
+            for token, bias in biases
+        ],
+        "timings_per_token": timings_per_token,
+        "cache_mode": request.mode.value,
+    }
+
+
+def end_tokens(vocab: Vocab) -> list[int]:
+    """Return the tokens that end an answer. Costs a look at each token of the vocabulary."""
+    return [token for token in range(vocab.n_vocab) if vocab.is_end(token)]
+
+
+class NativeEncoder:
+    """Writes answers of `/completion`, whole or as events.
+
+    Args:
+        body: What the client sent.
+        vocab: The model's.
+        model: The model's name.
+    """
+
+    def __init__(self, body: NativeCompletion, vocab: Vocab, model: str) -> None:
+        self._vocab = vocab
+        self._model = model
+        self._stream = bool(body.stream)
+        self._timings = bool(body.timings_per_token)
+        self._return_tokens = bool(body.return_tokens)
+        self._fields = body.response_fields or ()
+        self._n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return a complete answer."""
+        tokens = answer.tokens if self._return_tokens else []
+        result = self._final(answer, answer.text, tokens)
+        if self._n_probs and answer.probs:
+            result["completion_probabilities"] = [
+                probs_json(each, self._n_probs) for each in answer.probs
+            ]
+        return _chosen(result, self._fields)
+
+    def encode(self, answer: Answer, update: Update) -> bytes:
+        """Return the event of one update; b"" if it has none."""
+        if isinstance(update, Piece):
+            if not update.text and not update.tokens:
+                return b""
+            chunk = self._partial(answer, update.text, update.tokens)
+            if update.probs:
+                chunk["completion_probabilities"] = [
+                    probs_json(each, self._n_probs) for each in update.probs
+                ]
+            return event(chunk)
+        if isinstance(update, Finished):
+            return event(_chosen(self._final(answer, "", []), self._fields))
+        if isinstance(update, Progress):
+            chunk = self._partial(answer, "", ())
+            chunk["prompt_progress"] = progress_json(update)
+            return event(chunk)
+        assert isinstance(update, Begun)
+        return b""
+
+    def tail(self) -> bytes:
+        """Return b"": the last event says that it is the last."""
+        return b""
+
+    def _partial(self, answer: Answer, text: str, tokens: Sequence[int]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "index": answer.index,
+            "content": text,
+            "tokens": list(tokens),
+            "stop": False,
+            "id_slot": answer.slot_id,
+            "tokens_predicted": answer.n_decoded,
+            "tokens_evaluated": answer.n_prompt,
+        }
+        if self._timings:
+            chunk["timings"] = timings_json(answer.timings)
+        return chunk
+
+    def _final(self, answer: Answer, text: str, tokens: list[int]) -> dict[str, Any]:
+        return final_json(
+            answer,
+            self._vocab,
+            self._model,
+            text=text,
+            tokens=tokens,
+            stream=self._stream,
+            timings_per_token=self._timings,
+        )
+
+
+def final_json(
+    answer: Answer,
+    vocab: Vocab,
+    model: str,
+    *,
+    text: str,
+    tokens: list[int],
+    stream: bool,
+    timings_per_token: bool,
+) -> dict[str, Any]:
+    """Return a complete answer by llama-server's names.
+
+    Args:
+        answer: It is finished.
+        vocab: The model's.
+        model: The model's name.
+        text: What to tell of the answer.
+        tokens: The same, in tokens.
+        stream: It was streamed.
+        timings_per_token: Every chunk had times.
+    """
+    finished = answer.finished
+    assert finished is not None
+    return {
+        "index": answer.index,
+        "content": text,
+        "tokens": tokens,
+        "id_slot": answer.slot_id,
+        "stop": True,
+        "model": model,
+        "tokens_predicted": finished.timings.predicted_n,
+        "tokens_evaluated": finished.n_prompt,
+        "generation_settings": settings_json(
+            answer.request, vocab, stream=stream, timings_per_token=timings_per_token
+        ),
+        "prompt": vocab.text(answer.request.prompt),
+        "has_new_line": answer.has_new_line,
+        "truncated": finished.truncated,
+        "stop_type": _STOP_TYPES[finished.stop],
+        "stopping_word": finished.stopping_word,
+        "tokens_cached": finished.n_cached,
+        "timings": timings_json(finished.timings),
+    }
+
+
+def _chosen(result: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return only the fields at these paths, by their paths; all where none is named."""
+    if not fields:
+        return result
+    chosen = {}
+    for path in fields:
+        value: Any = result
+        for key in path.split("/"):
+            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is not _MISSING:
+            chosen[path] = value
+    return chosen
+
+
+_MISSING = object()

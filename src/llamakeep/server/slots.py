@@ -1,0 +1,143 @@
+"""`/slots`: what each slot does, and saving, restoring and emptying them by hand."""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from llamakeep.errors import StateError, StoreError
+from llamakeep.server.asking import Context
+from llamakeep.server.documented import ERRORS, example
+from llamakeep.server.errors import ApiError
+from llamakeep.server.native_json import sampling_json
+from llamakeep.server.ports import SlotInfo
+from llamakeep.server.schema import SlotAction
+from llamakeep.server.wire import answer_json
+
+_NAME_BYTES = 255
+_FORBIDDEN = set('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')
+
+
+def checked_name(name: str | None) -> str:
+    """Return a file's name that stays in its directory, on every system.
+
+    Raises:
+        ApiError: For anything with separators, "..", control characters or a NUL in it, for names
+            that a system would change, and for long ones.
+    """
+    if (
+        not name
+        or len(name.encode("utf-8", "replace")) > _NAME_BYTES
+        or ".." in name
+        or name[0] == " "
+        or name[-1] in " ."
+        or any(
+            letter in _FORBIDDEN or unicodedata.category(letter) in ("Cc", "Cs") for letter in name
+        )
+    ):
+        raise ApiError("Invalid filename", param="filename")
+    return name
+
+
+def slot_json(slot: SlotInfo) -> dict[str, Any]:
+    """Return a slot by llama-server's names. Prompts and answers are not shown."""
+    result: dict[str, Any] = {
+        "id": slot.slot_id,
+        "n_ctx": slot.n_ctx,
+        "speculative": False,
+        "is_processing": slot.is_processing,
+    }
+    request, reuse = slot.request, slot.reuse
+    if request is None:
+        return result
+    limit = request.max_tokens
+    return result | {
+        "id_task": slot.task_id,
+        "n_prompt_tokens": int(request.prompt.size),
+        "n_prompt_tokens_processed": reuse.evaluated_tokens if reuse else 0,
+        "n_prompt_tokens_cache": reuse.reused_tokens if reuse else 0,
+        "params": sampling_json(request.sampling, limit),
+        "next_token": [
+            {
+                "has_next_token": slot.is_processing,
+                "n_remain": -1 if limit is None else max(0, limit - slot.n_decoded),
+                "n_decoded": slot.n_decoded,
+            }
+        ],
+    }
+
+
+def router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    routes = APIRouter(tags=["llama-server"])
+    engine, options = context.engine, context.options
+
+    @routes.get("/slots", responses=ERRORS)
+    async def slots(
+        fail_on_no_slot: Annotated[
+            str, Query(max_length=16, description="Anything: a 503 if all slots are busy.")
+        ] = "",
+    ) -> Response:
+        """Return what each slot does."""
+        if not options.slots:
+            raise ApiError(
+                "This server does not support slots endpoint. Start it with `--slots`", code=501
+            )
+        now = await run_in_threadpool(engine.slots)  # which waits for a batch
+        if fail_on_no_slot and all(slot.is_processing for slot in now):
+            raise ApiError("no slot available", code=503)
+        return answer_json([slot_json(slot) for slot in now])
+
+    @routes.post("/slots/{id_slot}", responses=ERRORS)
+    async def act(
+        id_slot: str,
+        action: Annotated[
+            str, Query(max_length=16, description="`save`, `restore` or `erase`.")
+        ] = "",
+        body: Annotated[SlotAction | None, example(filename="long-document.bin")] = None,
+    ) -> Response:
+        """Save what a slot holds, restore it, or empty the slot. The slot must be idle."""
+        if options.slot_save_path is None:
+            raise ApiError(
+                "This server does not support slots action. Start it with `--slot-save-path`",
+                code=501,
+            )
+        slot_id = _slot_id(id_slot, engine.n_slots)
+        if action == "erase":
+            n_erased = await run_in_threadpool(engine.slot_erase, slot_id)
+            return answer_json({"id_slot": slot_id, "n_erased": n_erased})
+        if action not in ("save", "restore"):
+            raise ApiError("Invalid action", param="action")
+        name = checked_name(body.filename if body else None)
+        path = Path(options.slot_save_path) / name
+        names = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+        work = engine.slot_save if action == "save" else engine.slot_restore
+        try:
+            done = await run_in_threadpool(partial(work, slot_id, path))
+        except (StateError, StoreError) as error:
+            # Which file is to be read is the client's choice; that one can be written is ours.
+            code = 400 if action == "restore" else 500
+            raise ApiError(f"Unable to {action} slot: {error}", code=code) from error
+        return answer_json(
+            {
+                "id_slot": slot_id,
+                "filename": name,
+                names[0]: done.n_tokens,
+                names[1]: done.n_bytes,
+                "timings": {f"{action}_ms": done.ms},
+            }
+        )
+
+    return routes
+
+
+def _slot_id(text: str, n_slots: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < n_slots):
+        raise ApiError("Invalid slot ID", param="id_slot")
+    return int(text)

@@ -1,0 +1,184 @@
+"""Streams of server-sent events over the engine's updates.
+
+Whatever ends a stream early (the client hangs up, stops reading or is too slow, the server stops)
+cancels what it still waits for. What fails before the first byte has a status of its own; later
+failures are an event with the error in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import anyio
+from fastapi.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from llamakeep.engine.request import Failed, Request, Update
+from llamakeep.server.answers import Answer, Inbox
+from llamakeep.server.errors import api_error
+from llamakeep.server.ports import Engine, ServerOptions
+from llamakeep.server.wire import dumps
+
+_log = logging.getLogger("llamakeep")
+
+PING = b":\n\n"
+"""A comment, which every client skips."""
+
+
+def event(data: Any) -> bytes:
+    """Return one event with `data` as JSON."""
+    return b"data: " + dumps(data) + b"\n\n"
+
+
+class Encoder(Protocol):
+    """Writes the updates of one HTTP request as events."""
+
+    def encode(self, answer: Answer, update: Update) -> bytes:
+        """Return the events for one update, which `answer` has taken already; often one."""
+        ...  # pragma: no cover - protocol
+
+    def tail(self) -> bytes:
+        """Return what comes after the last answer is complete."""
+        ...  # pragma: no cover - protocol
+
+
+class EventStream(StreamingResponse):
+    """A response whose events are made from the engine's updates as they come.
+
+    Args:
+        inbox: Where they come; its answers are cancelled when the response ends, however it does.
+        first: Those that came already.
+        answers: By index.
+        encoder: Makes events of them.
+        options: For how long a client may take nothing, and how often a silent stream speaks.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        first: Sequence[tuple[int, Update]],
+        answers: Sequence[Answer],
+        encoder: Encoder,
+        options: ServerOptions,
+    ) -> None:
+        self._inbox = inbox
+        self._answers = answers
+        self._encoder = encoder
+        self._options = options
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(first), headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all. A client that takes nothing for `stall_s` is left alone."""
+        stall_s = self._options.stall_s
+        with anyio.CancelScope() as patience:
+
+            async def send_in_time(message: Message) -> None:
+                patience.deadline = anyio.current_time() + stall_s
+                await send(message)
+                patience.deadline = math.inf
+
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            finally:
+                self._inbox.cancel()
+        if patience.cancelled_caught:
+            _log.warning("a client took nothing for %g s: its answer is cancelled", stall_s)
+
+    async def _events(self, first: Sequence[tuple[int, Update]]) -> AsyncIterator[bytes]:
+        inbox, encoder, answers = self._inbox, self._encoder, self._answers
+        pending = first
+        pinger = _Pinger(inbox, self._options.ping_s)
+        try:
+            while True:
+                parts: list[bytes] = []
+                for index, update in pending:
+                    if isinstance(update, Failed):
+                        parts.append(event(api_error(update.error).body))
+                        yield b"".join(parts)
+                        return
+                    answers[index].take(update)
+                    parts.append(encoder.encode(answers[index], update))
+                if not inbox.is_open:
+                    parts.append(encoder.tail())
+                elif pinger.is_due:
+                    parts.append(PING)
+                data = b"".join(parts)
+                if data:
+                    yield data
+                    pinger.rest()
+                if not inbox.is_open:
+                    return
+                if inbox.overflown:
+                    _log.warning("a client is too slow: its answer is cancelled")
+                    return
+                pending = await inbox.take()
+        finally:
+            pinger.close()
+
+
+class _Pinger:
+    """Wakes a stream that has been silent for some time. One timer, however many tokens come."""
+
+    def __init__(self, inbox: Inbox, after_s: float) -> None:
+        self._inbox = inbox
+        self._after_s = after_s
+        self._loop = asyncio.get_running_loop()
+        self._spoke_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(after_s, self._ring)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has been silent for too long."""
+        return self._loop.time() - self._spoke_at >= self._after_s
+
+    def rest(self) -> None:
+        """Note that it spoke."""
+        self._spoke_at = self._loop.time()
+
+    def close(self) -> None:
+        """End the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        left = self._spoke_at + self._after_s - self._loop.time()
+        if left <= 0:
+            self._inbox.poke()
+            left = self._after_s
+        self._timer = self._loop.call_later(left, self._ring)
+
+
+async def stream(
+    engine: Engine, requests: Sequence[Request], encoder: Encoder, options: ServerOptions
+) -> EventStream:
+    """Ask, and return the stream of all answers once the first of them has begun.
+
+    While all wait in the queue nothing is sent, so that what is refused there has its status; but
+    after `ping_s` the stream begins anyway.
+
+    Raises:
+        Exception: What the engine refuses, or why the first answer failed.
+    """
+    answers = [Answer(request, index, keep=False) for index, request in enumerate(requests)]
+    inbox = Inbox(options.backlog)
+    inbox.submit(engine, requests)
+    try:
+        timer = asyncio.get_running_loop().call_later(options.ping_s, inbox.poke)
+        try:
+            first = await inbox.take()
+        finally:
+            timer.cancel()
+        for _, update in first:
+            if isinstance(update, Failed):
+                raise update.error
+    except BaseException:
+        inbox.cancel()
+        raise
+    return EventStream(inbox, first, answers, encoder, options)
