@@ -1,0 +1,188 @@
+"""OpenAI's endpoints: chat completions, completions and the list of models."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from llamakeep.server import constraints
+from llamakeep.server.answers import collect
+from llamakeep.server.asking import Context, openai_defaults, requests_of, sampling_of
+from llamakeep.server.conversation import Conversations
+from llamakeep.server.documented import ERRORS, example
+from llamakeep.server.errors import ApiError, unsupported
+from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
+from llamakeep.server.ports import Prompt
+from llamakeep.server.prompts import tokenize_prompts
+from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
+from llamakeep.server.sse import stream
+from llamakeep.server.threads import size_of, soon
+from llamakeep.server.wire import answer_json
+
+_LETTERS = string.ascii_letters + string.digits
+_MESSAGES = [{"role": "user", "content": "When was the lighthouse built?"}]
+_COMPLETION_TOKENS = 16
+"""What `/v1/completions` generates where nothing is said: OpenAI's default."""
+
+
+def new_id(kind: str) -> str:
+    """Return an identifier such as `chatcmpl-...`."""
+    return kind + "".join(secrets.choice(_LETTERS) for _ in range(32))
+
+
+async def _answer(
+    context: Context,
+    request: Request,
+    body: OpenAIFields,
+    prompts: list[Prompt],
+    encoder: OpenAIEncoder,
+    *,
+    max_tokens: int | None,
+    n_probs: int,
+    label: str,
+) -> Response:
+    sampling = sampling_of(body, context.vocab, openai_defaults(context.options.sampling))
+    requests = requests_of(
+        context,
+        body,
+        prompts,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n_probs=n_probs,
+        label=label,
+    )
+    if body.stream:
+        return await stream(context.engine, requests, encoder, context.options)
+    answers = await collect(context.engine, requests, request.receive)
+    return answer_json(encoder.whole(answers))
+
+
+def completions(context: Context) -> APIRouter:
+    """Return `/v1/completions`."""
+    router = APIRouter(tags=["OpenAI"])
+    engine, options = context.engine, context.options
+
+    @router.post("/v1/completions", responses=ERRORS, response_class=Response)
+    async def completion(
+        request: Request,
+        body: Annotated[Completion, example(prompt="The lighthouse was built in", max_tokens=16)],
+    ) -> Response:
+        """Continue one prompt, or each of several."""
+        constraints.refuse(body.model_extra)
+        if body.echo:
+            raise unsupported("echo", "is not supported: send the prompt's text yourself")
+        if body.suffix:
+            raise unsupported("suffix", "is not supported")
+        if body.best_of is not None and body.best_of != body.choices:
+            raise unsupported("best_of", "is not supported: ask for `n` answers")
+        vocab = context.vocab
+        tokens = await soon(
+            options,
+            size_of(body.prompt),
+            lambda: tokenize_prompts(vocab, body.prompt, most=options.max_prompts),
+        )
+        answer_id = new_id("cmpl-")
+        encoder = CompletionEncoder(
+            body, answer_id, engine.model_name, options.build, vocab, body.logprobs
+        )
+        return await _answer(
+            context,
+            request,
+            body,
+            [Prompt(each) for each in tokens],
+            encoder,
+            max_tokens=_COMPLETION_TOKENS,
+            n_probs=0 if body.logprobs is None else max(1, body.logprobs),
+            label=answer_id,
+        )
+
+    return router
+
+
+def chats(context: Context, conversations: Conversations) -> APIRouter:
+    """Return `/v1/chat/completions`, and the count of a conversation's tokens."""
+    router = APIRouter(tags=["OpenAI"])
+    engine, options = context.engine, context.options
+
+    async def chat(
+        request: Request,
+        body: Annotated[ChatCompletion, example(messages=_MESSAGES, max_tokens=64)],
+    ) -> Response:
+        """Answer a conversation."""
+        constraints.refuse(body.model_extra)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+        size = size_of(body.messages)
+        prompt = await soon(options, size, lambda: conversations.prompt(body))
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        answer_id = new_id("chatcmpl-")
+        encoder = ChatEncoder(body, answer_id, engine.model_name, options.build, context.vocab, top)
+        return await _answer(
+            context,
+            request,
+            body,
+            [prompt],
+            encoder,
+            max_tokens=options.n_predict,
+            n_probs=0 if top is None else max(1, top),
+            label=answer_id,
+        )
+
+    async def count(
+        body: Annotated[ApplyTemplate, example(messages=_MESSAGES)],
+    ) -> Response:
+        """Return how many tokens a conversation has, without answering it."""
+        size = size_of(body.messages)
+        prompt = await soon(options, size, lambda: conversations.prompt(body, body.tools))
+        return answer_json(
+            {"object": "response.input_tokens", "input_tokens": int(prompt.tokens.size)}
+        )
+
+    for prefix in ("/v1", ""):
+        path = f"{prefix}/chat/completions"
+        for suffix, endpoint in (("", chat), ("/input_tokens", count)):
+            router.add_api_route(
+                path + suffix,
+                endpoint,
+                methods=["POST"],
+                responses=ERRORS,
+                response_class=Response,
+                include_in_schema=bool(prefix),
+            )
+    return router
+
+
+def models(context: Context) -> APIRouter:
+    """Return `/v1/models`: there is one."""
+    router = APIRouter(tags=["OpenAI"])
+    engine, vocab = context.engine, context.vocab
+    started = int(time.time())
+
+    def meta() -> dict[str, Any]:
+        return {
+            "n_vocab": vocab.n_vocab,
+            "n_ctx": engine.n_ctx,
+            "architecture": vocab.metadata.get("general.architecture", ""),
+        }
+
+    async def list_models() -> Response:
+        """Return the model that answers."""
+        model = {
+            "id": engine.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "llamakeep",
+            "aliases": [engine.model_name],
+            "tags": [],
+            "meta": meta(),
+        }
+        return answer_json({"object": "list", "data": [model]})
+
+    for path in ("/v1/models", "/models"):
+        router.add_api_route(path, list_models, methods=["GET"], include_in_schema="v1" in path)
+    return router

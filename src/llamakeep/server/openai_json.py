@@ -1,0 +1,296 @@
+"""Answers of OpenAI's two completions: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Stop, Update
+from llamakeep.runtime.base import Vocab
+from llamakeep.server.answers import Answer
+from llamakeep.server.native_json import final_json
+from llamakeep.server.schema import ChatCompletion, OpenAIFields
+from llamakeep.server.sse import event
+from llamakeep.server.wire import (
+    dumps,
+    logprob_of,
+    probs_json,
+    progress_json,
+    text_of,
+    timings_json,
+)
+
+_REASONS = {Stop.END: "stop", Stop.WORD: "stop", Stop.LIMIT: "length", Stop.CANCELLED: "stop"}
+_DONE = b"data: [DONE]\n\n"
+
+
+def usage_json(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return what was read and written; a prompt with several answers counts once."""
+    prompts = {id(answer.request.prompt): answer for answer in answers}
+    n_prompt = sum(answer.n_prompt for answer in prompts.values())
+    n_cached = sum(answer.n_reused for answer in prompts.values())
+    n_decoded = sum(answer.n_generated for answer in answers)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_decoded,
+        "total_tokens": n_prompt + n_decoded,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def legacy_logprobs(probs: Sequence[Choice], top: int, offset: int) -> dict[str, Any]:
+    """Return log probabilities in the shape of `/v1/completions`.
+
+    Args:
+        probs: Of each token.
+        top: How many of the likeliest are told.
+        offset: Characters of the answer before the first token.
+    """
+    tokens: list[str] = []
+    logprobs: list[float] = []
+    offsets: list[int] = []
+    tops: list[dict[str, float]] = []
+    for choice in probs:
+        assert choice.prob is not None
+        text, logprob = text_of(choice.prob.piece), logprob_of(choice.prob.logprob)
+        tokens.append(text)
+        logprobs.append(logprob)
+        offsets.append(offset)
+        offset += len(text)
+        table = {text_of(each.piece): logprob_of(each.logprob) for each in choice.likeliest[:top]}
+        table.setdefault(text, logprob)
+        tops.append(table)
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+class OpenAIEncoder:
+    """What both kinds of completion have in common. Used by one HTTP request.
+
+    Args:
+        body: What the client sent.
+        answer_id: Of the whole response.
+        model: The model's name.
+        build: `system_fingerprint`.
+        vocab: The model's.
+        n_probs: How many of the likeliest tokens are told; None for no probabilities.
+    """
+
+    object_name = ""
+    chunk_name = ""
+
+    def __init__(
+        self,
+        body: OpenAIFields,
+        answer_id: str,
+        model: str,
+        build: str,
+        vocab: Vocab,
+        n_probs: int | None,
+    ) -> None:
+        self._body = body
+        self._vocab = vocab
+        self._model = model
+        self._n_probs = n_probs
+        self._per_token = bool(body.timings_per_token)
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._answers: dict[int, Answer] = {}
+        self._head = {
+            "id": answer_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": build,
+        }
+        chunk = dumps(self._head | {"object": self.chunk_name})
+        # Most chunks differ in their text alone, so all else of them is written once.
+        self._before = b"data: " + chunk[:-1] + b',"choices":[{"index":'
+        self._after = b"}]}\n\n"
+
+    # -- whole -------------------------------------------------------------------------------------
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return all answers as one response."""
+        result = self._head | {
+            "object": self.object_name,
+            "choices": [self._choice(answer) for answer in answers],
+            "usage": usage_json(answers),
+        }
+        first = answers[0]
+        if self._body.verbose:
+            result["__verbose"] = self._verbose(first, first.text)
+        return result | {"timings": timings_json(first.timings)}
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _verbose(self, answer: Answer, text: str) -> dict[str, Any]:
+        return final_json(
+            answer,
+            self._vocab,
+            self._model,
+            text=text,
+            tokens=[],
+            stream=bool(self._body.stream),
+            timings_per_token=self._per_token,
+        )
+
+    # -- in chunks ---------------------------------------------------------------------------------
+    def encode(self, answer: Answer, update: Update) -> bytes:
+        """Return the chunks of one update; b"" if it has none."""
+        if isinstance(update, Piece):
+            if not update.text and self._n_probs is None:
+                return b""
+            extra = {"timings": timings_json(answer.timings)} if self._per_token else {}
+            return self._opening(answer) + self._piece(answer, update, extra)
+        if isinstance(update, Finished):
+            self._answers[answer.index] = answer
+            opening = self._opening(answer)
+            return opening + self._last(answer, _REASONS[update.stop])
+        if isinstance(update, Progress):
+            return self._opening(answer, {"prompt_progress": progress_json(update)})
+        assert isinstance(update, Begun)
+        return b""
+
+    def tail(self) -> bytes:
+        """Return the usage, if it was asked for, and the end of the stream."""
+        if not self._usage:
+            return _DONE
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        chunk = self._head | {
+            "object": self.chunk_name,
+            "choices": [],
+            "usage": usage_json(answers),
+            "timings": timings_json(answers[0].timings),
+        }
+        return event(chunk) + _DONE
+
+    def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
+        """Return what comes before the first piece of an answer, if anything does."""
+        raise NotImplementedError
+
+    def _piece(self, answer: Answer, piece: Piece, extra: dict[str, Any]) -> bytes:
+        raise NotImplementedError
+
+    def _last(self, answer: Answer, reason: str) -> bytes:
+        raise NotImplementedError
+
+    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any]) -> bytes:
+        """Return a chunk that is not like most."""
+        return event(self._head | {"object": self.chunk_name, "choices": [choice]} | extra)
+
+    def _last_extra(self, answer: Answer) -> dict[str, Any]:
+        """Return what the last chunk of an answer has besides the reason."""
+        extra: dict[str, Any] = {}
+        if not self._usage:
+            extra["timings"] = timings_json(answer.timings)
+        if self._body.verbose:
+            extra["__verbose"] = self._verbose(answer, "")
+        return extra
+
+
+class CompletionEncoder(OpenAIEncoder):
+    """Writes answers of `/v1/completions`."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        assert answer.finished is not None
+        return {
+            "text": answer.text,
+            "index": answer.index,
+            "logprobs": self._logprobs(answer.probs, 0),
+            "finish_reason": _REASONS[answer.finished.stop],
+        }
+
+    def _logprobs(self, probs: Sequence[Choice], offset: int) -> dict[str, Any] | None:
+        if self._n_probs is None:
+            return None
+        return legacy_logprobs(probs, self._n_probs, offset)
+
+    def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
+        if extra is None:
+            return b""
+        choice = {"text": "", "index": answer.index, "logprobs": None, "finish_reason": None}
+        return self._chunk(choice, extra)
+
+    def _piece(self, answer: Answer, piece: Piece, extra: dict[str, Any]) -> bytes:
+        if self._n_probs is None and not extra:
+            return b'%s%d,"logprobs":null,"finish_reason":null,"text":%s%s' % (
+                self._before,
+                answer.index,
+                dumps(piece.text),
+                self._after,
+            )
+        choice = {
+            "text": piece.text,
+            "index": answer.index,
+            "logprobs": self._logprobs(piece.probs, answer.n_chars - len(piece.text)),
+            "finish_reason": None,
+        }
+        return self._chunk(choice, extra)
+
+    def _last(self, answer: Answer, reason: str) -> bytes:
+        choice = {"text": "", "index": answer.index, "logprobs": None, "finish_reason": reason}
+        return self._chunk(choice, self._last_extra(answer))
+
+
+class ChatEncoder(OpenAIEncoder):
+    """Writes answers of `/v1/chat/completions`."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, body: ChatCompletion, *rest: Any) -> None:
+        super().__init__(body, *rest)
+        self._opened: set[int] = set()
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        assert answer.finished is not None
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text},
+            "logprobs": self._logprobs(answer.probs),
+            "finish_reason": _REASONS[answer.finished.stop],
+        }
+
+    def _logprobs(self, probs: Sequence[Choice]) -> dict[str, Any] | None:
+        top = self._n_probs
+        if top is None:
+            return None
+        return {"content": [probs_json(each, top) for each in probs]}
+
+    def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
+        if answer.index in self._opened and extra is None:
+            return b""
+        delta: dict[str, Any] = {}
+        if answer.index not in self._opened:
+            delta = {"role": "assistant", "content": None}
+            self._opened.add(answer.index)
+        choice = {"index": answer.index, "delta": delta, "finish_reason": None}
+        return self._chunk(choice, extra or {})
+
+    def _piece(self, answer: Answer, piece: Piece, extra: dict[str, Any]) -> bytes:
+        if self._n_probs is None and not extra:
+            return b'%s%d,"finish_reason":null,"delta":{"content":%s}%s' % (
+                self._before,
+                answer.index,
+                dumps(piece.text),
+                self._after,
+            )
+        choice = {
+            "index": answer.index,
+            "delta": {"content": piece.text},
+            "logprobs": self._logprobs(piece.probs),
+            "finish_reason": None,
+        }
+        return self._chunk(choice, extra)
+
+    def _last(self, answer: Answer, reason: str) -> bytes:
+        choice = {"index": answer.index, "delta": {}, "finish_reason": reason}
+        return self._chunk(choice, self._last_extra(answer))
