@@ -1,0 +1,82 @@
+"""The application: every endpoint of the server over one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+
+from llamakeep.server import cache, errors, native, openai, slots
+from llamakeep.server.asking import Context
+from llamakeep.server.conversation import Conversations, Template
+from llamakeep.server.documented import ERRORS
+from llamakeep.server.errors import ApiError
+from llamakeep.server.limits import Limits
+from llamakeep.server.ports import Engine, Exposition, ServerOptions
+
+_METHODS = ("GET", "POST", "DELETE", "OPTIONS")
+_ABOUT = """
+Answers with states that are kept: a prompt's beginning that was read once is not read again.
+
+The endpoints of OpenAI's API and of llama-server, with their fields, and `/cache` of its own. All
+completions also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
+"""
+
+
+def create_app(
+    engine: Engine,
+    options: ServerOptions | None = None,
+    template: Template | None = None,
+    *,
+    template_source: str = "",
+    exposition: Exposition | None = None,
+    version: str = "0",
+) -> FastAPI:
+    """Return the application. It does not own the engine.
+
+    Args:
+        engine: Answers requests; any thread may use it.
+        options: What the server was told.
+        template: Makes prompts of conversations; None for a model without a chat template.
+        template_source: Shown by `/props`.
+        exposition: Returns the text of `/metrics` and its content type; None for a 501 there.
+        version: Shown by `/docs`.
+    """
+    options = options or ServerOptions()
+    context = Context(engine, options)
+    conversations = Conversations(template, context.vocab)
+    app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
+    errors.install(app)
+    for router in (
+        openai.chats(context, conversations),
+        openai.completions(context),
+        openai.models(context),
+        native.completions(context),
+        native.texts(context, conversations),
+        native.about(context, has_metrics=exposition is not None, template=template_source),
+        slots.router(context),
+        cache.router(context),
+    ):
+        app.include_router(router)
+
+    @app.get("/metrics", tags=["llama-server"], responses=ERRORS, response_class=Response)
+    def metrics() -> Response:
+        """Return counters and gauges for Prometheus."""
+        if exposition is None:
+            raise ApiError(
+                "This server does not support metrics endpoint. Start it with `--metrics`",
+                code=501,
+            )
+        text, media_type = exposition()
+        return Response(text, headers={"Content-Type": media_type})
+
+    # The last one added comes first: a page's preflight carries no key.
+    app.add_middleware(Limits, max_body_bytes=options.max_body_bytes, api_keys=options.api_keys)
+    if options.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors,
+            allow_methods=_METHODS,
+            allow_headers=["*"],
+        )
+    return app

@@ -1,0 +1,94 @@
+"""Who may ask, and how much they may send: checked before anything of a request is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llamakeep.server.errors import ApiError
+
+_log = logging.getLogger("llamakeep")
+
+PUBLIC = frozenset({"/health", "/v1/health", "/models", "/v1/models"})
+"""Paths that need no key."""
+_BEARER = "bearer "
+
+
+class Limits:
+    """Refuses requests without a key, and bodies that are too large.
+
+    Args:
+        app: What comes after.
+        max_body_bytes: A larger body is a 413: before it is read if it says how large it is, else
+            as soon as it is too large.
+        api_keys: One of them must be in `Authorization: Bearer` or `X-Api-Key`; none for no check.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, api_keys: Iterable[str] = ()) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        # Digests have one length, so that comparing them tells nothing about the keys.
+        self._keys = [_digest(key) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_key(scope["path"], headers)
+            self._check_length(headers)
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), send)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self._keys or path in PUBLIC:
+            return
+        given = headers.get("authorization") or headers.get("x-api-key") or ""
+        if given[: len(_BEARER)].lower() == _BEARER:
+            given = given[len(_BEARER) :]
+        digest = _digest(given)
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all, always
+        if not any(matches):
+            _log.warning("a request without a valid API key was refused")
+            raise ApiError("Invalid API Key", code=401)
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(f"the body is larger than {self._max_body_bytes:,} bytes", code=413)
+
+    def _counted(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def count() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise HTTPException(413, self._too_large().error["message"])
+            return message
+
+        return count
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    response = error.response()
+    response.headers["Connection"] = "close"  # the rest of the body is not read
+    await response(scope, receive, send)
