@@ -16,8 +16,15 @@ from llamakeep.engine.request import (
     Request,
     Update,
 )
+from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
 
 logger = logging.getLogger("llamakeep")
+
+_REFUSALS: dict[type[LlamakeepError], str] = {
+    ContextOverflow: "too_long",
+    EngineClosed: "closed",
+    QueueFull: "queue_full",
+}
 
 FAILED = "failed"
 """As `RequestRecord.stop`: the answer could not be completed."""
@@ -120,10 +127,18 @@ class WatchedEngine:
         engine: See `ports.Engine`.
         *tell: Hear of every request that ended.
         progress: Hears of long prompts while they are evaluated, every `PROGRESS_EVERY_MS`.
+        refused: Hears why the engine did not take a request, in a word; from the thread that asked.
     """
 
-    def __init__(self, engine: Any, *tell: Tell, progress: TellProgress | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *tell: Tell,
+        progress: TellProgress | None = None,
+        refused: Callable[[str], None] | None = None,
+    ) -> None:
         self._engine = engine
+        self._refused = refused
         self._tell = tell
         self._progress = progress
 
@@ -132,7 +147,13 @@ class WatchedEngine:
         asked = request
         if self._progress is not None and not request.wants_progress:
             asked = replace(request, wants_progress=True)
-        return self._engine.submit(asked, _Watch(request, listener, self._tell, self._progress))
+        watch = _Watch(request, listener, self._tell, self._progress)
+        try:
+            return self._engine.submit(asked, watch)
+        except LlamakeepError as error:
+            if self._refused is not None:
+                self._refused(_REFUSALS.get(type(error), "invalid"))
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
