@@ -53,7 +53,19 @@ class TemplateError(InvalidValue):
 
 
 class ContextOverflow(InvalidValue, RuntimeError):
-    """A prompt or a state needs more tokens than the context has room for."""
+    """A prompt or a state needs more tokens than the context has room for.
+
+    Attributes:
+        n_tokens: How many it needs, where that is known.
+        n_ctx: How many there are, where that is known.
+    """
+
+    def __init__(
+        self, message: str, *, n_tokens: int | None = None, n_ctx: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.n_tokens = n_tokens
+        self.n_ctx = n_ctx
 
 
 class ModelError(LlamakeepError):

@@ -13,19 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from llamakeep.checkpoints import (
     MIN_EVALUATED,
     deepest_resume,
     positions_to_take,
 )
 from llamakeep.errors import LlamakeepError, RestoreFailed, StateError, StateLost
+from llamakeep.live import Live
 from llamakeep.modes import Mode
 from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
 from llamakeep.tokens import IntArray, align_down, common_prefix
 from llamakeep.tree import PrefixTree
+from llamakeep.wholes import read_whole
 
 logger = logging.getLogger("llamakeep")
 
@@ -34,51 +34,6 @@ _ATTEMPTS = 4
 FIRST_TIME = "first time seen"
 """The reason of a request whose prompt shares nothing with what is known."""
 _LOST = "a stored state was lost"
-
-
-class Live:
-    """What a sequence holds: the tokens we saw evaluated, and what happened behind our back.
-
-    Attributes:
-        n_tokens: Tokens whose rows we know, from the first on.
-        opaque: Positions past them were filled by somebody else (pictures, a loaded state).
-        decoded: The last row was evaluated by itself, as generated tokens are.
-        n_scores: Leading rows whose logits somebody still has.
-    """
-
-    def __init__(self, n_ctx: int) -> None:
-        self._tokens = np.empty(n_ctx, np.int32)
-        self.n_tokens = 0
-        self.opaque = False
-        self.decoded = False
-        self.n_scores = 0
-
-    @property
-    def tokens(self) -> IntArray:
-        """The tokens whose rows are known: a view, good until the next change."""
-        return self._tokens[: self.n_tokens]
-
-    def append(self, tokens: IntArray, *, scored: bool = False) -> None:
-        """Note that `tokens` were evaluated, with logits for each of them or for the last."""
-        start, end = self.n_tokens, self.n_tokens + tokens.size
-        self._tokens[start:end] = tokens
-        self.n_tokens = end  # only now: an interrupt leaves the log short, not wrong
-        self.decoded = tokens.size == 1
-        if scored and self.n_scores >= start:
-            self.n_scores = self.n_tokens
-
-    def cut(self, n_tokens: int) -> None:
-        """Note that everything past the first `n_tokens` is gone."""
-        self.decoded = self.decoded and n_tokens == self.n_tokens
-        self.n_tokens = min(self.n_tokens, n_tokens)
-        self.n_scores = min(self.n_scores, n_tokens)
-        self.opaque = False
-
-    def replace(self, tokens: IntArray) -> None:
-        """Note that the sequence holds exactly `tokens`, none of them scored."""
-        self.n_tokens = self.n_scores = 0
-        self.append(tokens)
-        self.opaque = self.decoded = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +64,10 @@ class KeptSequence:
         min_step: Least distance in tokens between checkpoints at user messages.
         save_late: Save rows when a prompt is about to take their place, so that what is live is not
             held twice; `save` saves at any time. Without it the caller saves after each request.
+        keep_ends: In families with a rolling part, `save` takes a checkpoint at the sequence's end
+            too, and any kept checkpoint is restored, aligned or not: what an answer's tokens, which
+            were evaluated one by one, end in. Without it nothing past the last planned checkpoint
+            is kept.
         on_device: Leave the newest checkpoint in the context's own buffers (not where there is a
             window, which llama.cpp cannot leave there).
         namespace: Digest of everything that makes states incompatible: what it keeps and finds is
@@ -130,6 +89,7 @@ class KeptSequence:
         align: int = 8,
         min_step: int = 512,
         save_late: bool = False,
+        keep_ends: bool = False,
         on_device: bool = False,
         namespace: bytes = b"",
     ) -> None:
@@ -145,6 +105,7 @@ class KeptSequence:
         self._min_step = min_step
         self._save_late = save_late
         traits = runtime.traits
+        self._keep_ends = keep_ends and traits.rolling
         self._on_device = on_device and not (traits.whole_because or traits.family.has_window)
         self._device: DeviceCheckpoint | None = None
         self._warned_refused = False
@@ -180,6 +141,7 @@ class KeptSequence:
         user_starts: Sequence[int] = (),
         scored: bool = False,
         mode: Mode = Mode.ON,
+        others: Sequence[KeptSequence] = (),
     ) -> Reuse:
         """Bring the sequence to the deepest reachable prefix of `prompt`, and plan checkpoints.
 
@@ -188,6 +150,8 @@ class KeptSequence:
             user_starts: Positions where a user message starts, ascending.
             scored: Reuse only rows whose logits somebody still has.
             mode: What the request may reuse and keep.
+            others: Sequences of the same runtime and namespace that a prefix may be copied from;
+                they stay as they are.
 
         Returns:
             How far it got, and why no further. Never fails: what cannot be used is a miss.
@@ -200,7 +164,9 @@ class KeptSequence:
         self.mode, self.due = mode, []
         limit = deepest_resume(prompt.size, self._align)
         if mode.reads:
-            reached = self.reach(prompt, limit=limit, align=self._align, scored=scored)
+            reached = self.reach(
+                prompt, limit=limit, align=self._align, scored=scored, others=others
+            )
             self._tree.touch(prompt, reached.n_tokens)
         else:
             self.clear()
@@ -224,17 +190,28 @@ class KeptSequence:
         )
 
     def reach(
-        self, prompt: IntArray, *, limit: int, align: int = 1, scored: bool = False
+        self,
+        prompt: IntArray,
+        *,
+        limit: int,
+        align: int = 1,
+        scored: bool = False,
+        others: Sequence[KeptSequence] = (),
     ) -> Reached:
         """Bring the sequence to at most `limit` tokens of `prompt`. See `resume`."""
         if scored:
             limit = min(limit, align_down(self.live.n_scores, align))
         self._tree.settle()
-        match = self._tree.match_prefix(prompt, limit=limit, align=align)
+        kept_align = 1 if self._keep_ends else align
+        match = self._tree.match_prefix(prompt, limit=limit, align=kept_align)
         n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
+        if others and not scored:
+            copied = self._copy_best(prompt, match, limit, align, n_live, others)
+            if copied is not None:
+                return copied
         if max(n_live, match.n_tokens) < limit and not scored:
             known = match
-            match = self._tree.discover(prompt, match, limit=limit, align=align, beyond=n_live)
+            match = self._tree.discover(prompt, match, limit=limit, align=kept_align, beyond=n_live)
             if match is not known:
                 n_live, checkpoint = self._live_candidate(prompt, match, limit, align)
         if scored and n_live > self.live.n_scores:
@@ -253,7 +230,7 @@ class KeptSequence:
                 return Reached(match.n_tokens, tier, match)
             if problem != _LOST:
                 break  # a runtime that refuses one state would refuse the next one too
-            match = self._tree.match_prefix(prompt, limit=limit, align=align)
+            match = self._tree.match_prefix(prompt, limit=limit, align=kept_align)
         self.clear()
         return Reached(0, "none", match, problem)
 
@@ -297,6 +274,50 @@ class KeptSequence:
             if fetched is not None:
                 return match.n_tokens, fetched
         return best, checkpoint
+
+    def _copy_best(
+        self,
+        prompt: IntArray,
+        match: Match,
+        limit: int,
+        align: int,
+        n_live: int,
+        others: Sequence[KeptSequence],
+    ) -> Reached | None:
+        """Copy from another sequence what is neither here nor kept; None when nothing was copied.
+
+        In families with a rolling part a prefix can be copied at a kept checkpoint only, or whole.
+        """
+        rolling = self._runtime.traits.rolling
+        best, source, checkpoint = max(n_live, match.n_tokens - (not rolling)), None, None
+        for other in others:
+            live = other.live
+            common = min(common_prefix(live.tokens, prompt), limit)
+            if other is self or live.opaque or other._held() != live.n_tokens:
+                continue
+            if common == live.n_tokens and (live.decoded or common % align == 0):
+                n_tokens, needs = common, None
+            elif not rolling:
+                n_tokens, needs = align_down(common, align), None
+            elif match.checkpoint is not None and match.n_tokens <= common:
+                n_tokens, needs = match.n_tokens, match.checkpoint
+            else:
+                continue
+            if n_tokens > best or (needs is not None and n_tokens == best > n_live):
+                best, source, checkpoint = n_tokens, other, needs
+        if source is None:
+            return None
+        state = self._tree.fetch_checkpoint(prompt, match) if checkpoint is not None else None
+        if checkpoint is not None and state is None:
+            return None
+        self.cut(0)
+        try:
+            self._runtime.copy(source._seq_id, self._seq_id, best, state)
+        except StateError as error:
+            self._failed("copy", error)
+            return None
+        self.live.replace(prompt[:best])
+        return Reached(best, "live", match)
 
     # The log is emptied before the native move and filled after it, so that whatever comes in
     # between, an interrupt too, leaves it knowing too little and never something wrong.
@@ -358,6 +379,21 @@ class KeptSequence:
         start, end = self.live.n_tokens, self.live.n_tokens + n_tokens
         return sorted({end, *(position for position in self.due if start < position < end)})
 
+    def expect_branch(self, n_tokens: int) -> int:
+        """Plan for another prompt that shares the first `n_tokens` of the one being evaluated.
+
+        Returns:
+            Up to where it can go on from here once that is evaluated; in families with a rolling
+            part a checkpoint is due there now.
+        """
+        at = align_down(n_tokens, self._align)
+        if self._runtime.traits.rolling:
+            if at <= self.live.n_tokens or not (self._tree.max_checkpoints and self.mode.writes):
+                return 0
+            if at not in self.due:
+                self.due = sorted({*self.due, at})
+        return at
+
     def note_evaluated(self, tokens: IntArray, *, scored: bool = False) -> None:
         """Note that `tokens` were evaluated; take a checkpoint where one is due."""
         if self.live.opaque or not tokens.size:
@@ -408,7 +444,7 @@ class KeptSequence:
         """Keep the rolling state at the end of the sequence, and the spans before it."""
         tokens, seq_id = self.live.tokens.copy(), self._seq_id
         try:
-            if self._on_device and self.live.n_tokens == max(self.due):
+            if self._on_device and self.due and self.live.n_tokens == max(self.due):
                 self._device = self._runtime.read_device_checkpoint(seq_id)
                 return
             n_bytes = self._runtime.checkpoint_bytes(seq_id)
@@ -447,10 +483,14 @@ class KeptSequence:
         """Keep the rows of the first `n_tokens` that are live; None for all of them.
 
         A family with a rolling part keeps nothing past its last checkpoint, which `note_evaluated`
-        took care of. Nor does a request whose mode says so. Never fails: what cannot be kept is
-        counted and logged.
+        took care of, unless it is to keep ends. Nor does a request whose mode says so. Never fails:
+        what cannot be kept is counted and logged.
         """
-        if self._runtime.traits.rolling or not self.mode.writes:
+        if not self.mode.writes:
+            return
+        if self._runtime.traits.rolling:
+            if self._keep_ends and n_tokens in (None, self.live.n_tokens):
+                self._save_end()
             return
         end = self.live.n_tokens if n_tokens is None else min(n_tokens, self.live.n_tokens)
         if self._held() < end:
@@ -460,6 +500,45 @@ class KeptSequence:
             self._save_spans(self.live.tokens[:end].copy())
         except LlamakeepError as error:
             self._failed("save", error)
+
+    def _save_end(self) -> None:
+        """Take a checkpoint where the sequence ends, if the tree has none there."""
+        n_tokens = self.live.n_tokens
+        if not n_tokens or self.live.opaque or not self._tree.max_checkpoints:
+            return
+        if self._held() != n_tokens:
+            self._lost()
+        elif n_tokens not in self._tree.checkpoint_positions(self.live.tokens):
+            due, self.due = self.due, []
+            self._take_checkpoint()
+            self.due = due
+
+    def lay_low(self) -> None:
+        """Write the sequence anew, into the lowest cells that are free.
+
+        Attention costs what the highest cell in use costs. What other sequences, gone by now, left
+        it above stays above them. Costs a read and a restore of the state.
+        """
+        tokens, live = self.live.tokens.copy(), self.live
+        if live.opaque or not tokens.size or self._held() != tokens.size:
+            return
+        decoded, n_scores = live.decoded, live.n_scores
+        try:
+            whole = read_whole(self._runtime, self._seq_id, int(tokens.size))
+            self.cut(0)
+            self._runtime.restore(self._seq_id, whole.n_tokens, whole.segments, whole.checkpoint)
+        except StateError as error:
+            self._failed("lay_low", error)
+            if self._held() != self.live.n_tokens:
+                self.clear()
+            return
+        self.hold(tokens)
+        live.decoded, live.n_scores = decoded, n_scores
+
+    def hold(self, tokens: IntArray) -> None:
+        """Note that the sequence was given exactly `tokens`, by a restore of its owner's."""
+        self._device = None
+        self.live.replace(tokens)
 
     def _save_spans(self, tokens: IntArray, and_bytes: int = 0) -> bool:
         def read(start: int, end: int) -> Segment:

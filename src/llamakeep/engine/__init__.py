@@ -1,1 +1,41 @@
 """Many requests on one model: slots that share batches, over the prefix tree."""
+
+from llamakeep.engine.engine import Engine, Ticket
+from llamakeep.engine.keeping import Keeping, TreeKeeping
+from llamakeep.engine.request import (
+    Begun,
+    Choice,
+    Failed,
+    Finished,
+    Listener,
+    Piece,
+    Progress,
+    Request,
+    Stop,
+    Timings,
+    TokenProb,
+    Update,
+)
+from llamakeep.engine.slotfile import SlotFile
+from llamakeep.engine.view import SlotInfo
+
+__all__ = [
+    "Begun",
+    "Choice",
+    "Engine",
+    "Failed",
+    "Finished",
+    "Keeping",
+    "Listener",
+    "Piece",
+    "Progress",
+    "Request",
+    "SlotFile",
+    "SlotInfo",
+    "Stop",
+    "Ticket",
+    "Timings",
+    "TokenProb",
+    "TreeKeeping",
+    "Update",
+]

@@ -98,6 +98,21 @@ class TokenProb:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that was chosen, with its probability where that was asked for.
+
+    Attributes:
+        token: The token.
+        prob: Its log probability; None if nobody asked.
+        likeliest: The likeliest tokens, in order.
+    """
+
+    token: int
+    prob: TokenProb | None = None
+    likeliest: tuple[TokenProb, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """A slot has taken the request; the rest of its prompt is evaluated now."""
 
@@ -135,7 +150,7 @@ class Piece:
 
     text: str
     tokens: tuple[int, ...]
-    probs: tuple[tuple[TokenProb, tuple[TokenProb, ...]], ...] = ()
+    probs: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

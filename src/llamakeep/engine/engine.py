@@ -1,0 +1,441 @@
+"""The engine: one thread that owns a context, and answers many requests on it at once.
+
+Each turn of its loop takes what other threads asked for, gives free slots to waiting requests,
+fills one batch with a token of each answer and pieces of the prompts, runs it, and samples. What a
+slot need not evaluate, and what is kept of it, is a `Keeping`'s business; who runs next is the
+`Scheduler`'s.
+
+    submit -> waiting -> a slot: resume, evaluate in pieces, then token by token -> finished
+
+Answers go on while a long prompt is evaluated, since its pieces take no longer than `stall_ms`; a
+prompt that shares its beginning with one that is being evaluated waits for it instead of evaluating
+it once more. When the cells do not suffice, idle slots are emptied first; then the request that
+began last goes back to the queue, with all it has computed kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llamakeep.engine.job import Job
+from llamakeep.engine.keeping import Keeping
+from llamakeep.engine.records import Records
+from llamakeep.engine.request import Listener, Request
+from llamakeep.engine.scheduler import Scheduler
+from llamakeep.engine.slotfile import SlotFile, read_slot_file, write_slot_file
+from llamakeep.engine.view import SlotInfo
+from llamakeep.errors import ContextOverflow, EngineClosed, InvalidValue, QueueFull, whole_number
+from llamakeep.runtime.base import Runtime, Vocab
+from llamakeep.tokens import as_tokens
+from llamakeep.wholes import read_whole
+
+logger = logging.getLogger("llamakeep")
+
+T = TypeVar("T")
+
+
+class Ticket:
+    """A request that was submitted. From any thread.
+
+    Attributes:
+        id: Its number.
+    """
+
+    def __init__(self, job: Job, wake: Callable[[], None]) -> None:
+        self.id = job.id
+        self._job = job
+        self._wake = wake
+
+    def cancel(self) -> None:
+        """Ask for no more; takes effect at the next batch. Again: does nothing."""
+        self._job.cancelled = True
+        self._wake()
+
+
+class Engine:
+    """Answers requests on one context, several at a time. See the module.
+
+    Methods are safe from any thread; what touches the context runs in the engine's own. Use it as
+    a context, or call `close`.
+
+    Args:
+        runtime: The model, with a sequence for each slot. The engine's thread owns it from now on,
+            and `close` closes it.
+        keeping: What slots hold and keep.
+        vocab: The model's vocabulary; the runtime's own if not given.
+        model_name: For people.
+        namespace: What marks files of slots as this model's, under these settings.
+        max_waiting: Requests that may wait for a slot.
+        park_idle: Keep and empty idle slots while others run: cells that nobody uses slow down all.
+        align: Prompts are evaluated in pieces that end at multiples of this, where they can.
+        stall_ms: How long answers may stand still for a piece of a prompt.
+        clock: Seconds.
+
+    Attributes:
+        n_ctx: Tokens that all slots together have room for, and each of them.
+        n_slots: How many requests are answered at once.
+        on_record: Called with the record of each request that ended, from the engine's thread.
+
+    Raises:
+        InvalidValue: For a number that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        keeping: Keeping,
+        *,
+        vocab: Vocab | None = None,
+        model_name: str = "",
+        namespace: bytes = b"",
+        max_waiting: int = 256,
+        park_idle: bool = True,
+        align: int = 8,
+        stall_ms: float = 250.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        whole_number("align", align, 1)
+        if not 0 < stall_ms < math.inf:
+            raise InvalidValue(f"stall_ms must be above 0, not {stall_ms!r}")
+        self.n_ctx = runtime.n_ctx
+        self.n_slots = runtime.n_seqs
+        self.vocab = runtime.vocab if vocab is None else vocab
+        self.model_name = model_name
+        self.on_record: Callable[[dict[str, Any]], None] | None = None
+        self._runtime = runtime
+        self._keeping = keeping
+        self._namespace = namespace
+        self._max_waiting = whole_number("max_waiting", max_waiting, 0)
+        self._clock = clock
+        self._scheduler = Scheduler(
+            runtime,
+            self.vocab,
+            keeping,
+            on_end=self._ended,
+            clock=clock,
+            park_idle=park_idle,
+            align=align,
+            stall_ms=stall_ms,
+        )
+        self._records = Records()
+        self._ids = itertools.count(1)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._n_open = 0  # submitted and not ended
+        self._closing = False
+        self._deadline = self._flush_s = 0.0
+        self._resting = True
+        self._thread = threading.Thread(target=self._run, name="llamakeep-engine", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        busy = self._scheduler.n_busy
+        return f"Engine({self.model_name!r}, {busy} of {self.n_slots} slots busy)"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Answer a request.
+
+        Args:
+            request: What is to be done.
+            listener: Hears what becomes of it, from the engine's thread. The last it hears is
+                `Finished` or `Failed`.
+
+        Raises:
+            TokenError: For a token outside the vocabulary.
+            ContextOverflow: For a prompt that leaves no room for an answer, with both numbers.
+            InvalidValue: For a slot that does not exist.
+            QueueFull: When as many wait as may wait.
+            EngineClosed: After `close` was called.
+        """
+        n_prompt = int(request.prompt.size)
+        if n_prompt + (request.max_tokens != 0) > self.n_ctx:
+            raise ContextOverflow(
+                f"the prompt has {n_prompt} tokens; the context of {self.n_ctx} has no room for "
+                "it and an answer",
+                n_tokens=n_prompt,
+                n_ctx=self.n_ctx,
+            )
+        if request.slot is not None and not 0 <= request.slot < self.n_slots:
+            raise InvalidValue(f"slot {request.slot} is outside 0 to {self.n_slots - 1}")
+        as_tokens(request.prompt, n_vocab=self._runtime.n_vocab)
+        job = Job(next(self._ids), request, listener, self.n_ctx, self._clock())
+        with self._gate:
+            if self._closing:
+                raise EngineClosed("the engine is shutting down")
+            if self._n_open >= self.n_slots + self._max_waiting:
+                n_waiting = self._n_open - self.n_slots
+                raise QueueFull(
+                    f"{n_waiting} requests are waiting, as many as may wait",
+                    retry_after_s=max(1.0, math.ceil(self._records.mean_s / self.n_slots)),
+                )
+            self._n_open += 1
+            self._inbox.put(lambda: self._scheduler.waiting.append(job))
+        return Ticket(job, self._wake)
+
+    def call(self, what: Callable[[], T]) -> T:
+        """Run something in the engine's thread, between two batches, and return what it returns.
+
+        Raises:
+            EngineClosed: After `close`. Whatever `what` raises goes through.
+        """
+        if threading.current_thread() is self._thread:
+            return what()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(what())
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+                future.set_exception(error)
+
+        with self._gate:
+            if self._closing:
+                raise EngineClosed("the engine is shutting down")
+            self._inbox.put(run)
+        return future.result()
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+
+    # -- what there is to see ----------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes: JSON-ready, keys as everywhere in llamakeep.
+
+        From any thread, without waiting for a batch; costs nothing that grows with what is kept.
+        """
+        busy = self._scheduler.n_busy
+        traits = self._runtime.traits
+        return {
+            **self._records.stats(),
+            "batches": self._scheduler.n_batches,
+            "slots": self.n_slots,
+            "slots_busy": busy,
+            "waiting": max(0, self._n_open - busy),
+            "n_ctx": self.n_ctx,
+            "family": traits.family.value,
+            "whole_because": traits.whole_because,
+            **self._keeping.stats(),
+        }
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return what became of the last 100 requests, the newest first: JSON-ready."""
+        return self._records.recent()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return every kept prompt, most recently used first: JSON-ready."""
+        return self.call(self._keeping.entries)
+
+    def slots(self) -> list[SlotInfo]:
+        """Return what each slot holds and does, between two batches."""
+
+        def look() -> list[SlotInfo]:
+            return [
+                SlotInfo.of(slot, self._keeping.tokens(slot.slot_id).copy(), self.n_ctx)
+                for slot in self._scheduler.slots
+            ]
+
+        return self.call(look)
+
+    # -- slots and what is kept --------------------------------------------------------------------
+
+    def slot_save(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
+        """Write what an idle slot holds to a file of its own, which replaces one that is there.
+
+        Raises:
+            InvalidValue: For a slot that does not exist, is busy, or is empty.
+            StoreError: When the file cannot be written; one that was there is unchanged.
+        """
+
+        def save() -> SlotFile:
+            self._idle(slot_id)
+            tokens = self._keeping.tokens(slot_id).copy()
+            if not tokens.size:
+                raise InvalidValue(f"slot {slot_id} is empty: there is nothing to save")
+            whole = read_whole(self._runtime, slot_id, int(tokens.size))
+            return write_slot_file(path, tokens, whole, self._keeping.namespace(slot_id))
+
+        return self.call(save)
+
+    def slot_restore(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
+        """Put what a file holds into an idle slot; what the slot held is kept first.
+
+        Raises:
+            InvalidValue: For a slot that does not exist or is busy.
+            BlobRejected: For a file that is none of these, damaged, or of another model, settings
+                or tenant; the slot is as it was.
+            StoreError: When it cannot be read.
+            ContextOverflow: When it has more tokens than the context has room for.
+            RestoreFailed: When the runtime refuses it; the slot is empty then.
+        """
+
+        def restore() -> SlotFile:
+            self._idle(slot_id)
+            found, tokens, whole = read_slot_file(path, self._keeping.namespace_of(salt))
+            if tokens.size > self.n_ctx:
+                raise ContextOverflow(
+                    f"{path.name} has {tokens.size} tokens, the context room for {self.n_ctx}",
+                    n_tokens=int(tokens.size),
+                    n_ctx=self.n_ctx,
+                )
+            self._keeping.park(slot_id)
+            self._runtime.restore(slot_id, whole.n_tokens, whole.segments, whole.checkpoint)
+            self._keeping.hold(slot_id, tokens, salt)
+            return found
+
+        return self.call(restore)
+
+    def slot_erase(self, slot_id: int) -> int:
+        """Empty an idle slot; return how many tokens it held. What is kept of it stays kept.
+
+        Raises:
+            InvalidValue: For a slot that does not exist or is busy.
+        """
+
+        def erase() -> int:
+            self._idle(slot_id)
+            n_tokens = int(self._keeping.tokens(slot_id).size)
+            self._keeping.clear(slot_id)
+            return n_tokens
+
+        return self.call(erase)
+
+    def _idle(self, slot_id: int) -> None:
+        """Check that a slot is there and idle."""
+        if not 0 <= slot_id < self.n_slots:
+            raise InvalidValue(f"slot {slot_id} is outside 0 to {self.n_slots - 1}")
+        if self._scheduler.slots[slot_id].job is not None:
+            raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
+
+    def clear_cache(self) -> dict[str, Any]:
+        """Forget everything that is kept, and what idle slots hold; return what was freed."""
+
+        def clear() -> dict[str, Any]:
+            before = self._keeping.stats()["used_bytes"]
+            for slot in self._scheduler.slots:
+                if slot.job is None:
+                    self._keeping.clear(slot.slot_id)
+            self._keeping.forget()
+            return {"freed_bytes": before - self._keeping.stats()["used_bytes"]}
+
+        return self.call(clear)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Keep what idle slots hold, and wait until all of it is in the tiers below memory too."""
+        self.call(self._scheduler.save_idle)
+        return self._keeping.flush(timeout_s)
+
+    def check(self) -> None:
+        """Prove that what is counted is what is kept.
+
+        Raises:
+            IntegrityError: With the numbers.
+        """
+        self.call(self._keeping.check)
+
+    def close(self, drain_s: float = 0.0, *, flush_s: float = 10.0) -> None:
+        """Take no more, let answers finish for a while, keep everything, and free the context.
+
+        Args:
+            drain_s: Seconds that running answers have to finish; what waits, and what is not
+                finished then, is told that the engine is closed.
+            flush_s: Seconds that the tiers below memory have to write what is on its way.
+
+        Again, or from several threads: waits until it is closed.
+        """
+        with self._gate:
+            if not self._closing:
+                self._deadline, self._flush_s = self._clock() + drain_s, flush_s
+            self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException:
+            logger.exception("the engine stopped")
+        finally:
+            self._shut_down()
+
+    def _turn(self) -> bool:
+        """Do what is to be done until the next batch has run; return whether to go on."""
+        scheduler = self._scheduler
+        self._take_orders()
+        scheduler.drop_cancelled()
+        if self._closing:
+            error = EngineClosed("the engine is shutting down")
+            scheduler.fail_waiting(error)
+            if self._clock() >= self._deadline:
+                scheduler.fail_running(error)
+            if not scheduler.n_busy:
+                return False
+        scheduler.start_waiting()
+        scheduler.step()
+        return True
+
+    def _take_orders(self) -> None:
+        """Run what other threads asked for; wait for it when there is nothing else to do."""
+        block = not self._scheduler.has_work and not self._closing
+        if block and self._inbox.empty() and not self._resting:
+            self._scheduler.guarded("save", self._rest)
+        self._resting = block
+        while True:
+            try:
+                order = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if order is not None:
+                order()
+
+    def _rest(self) -> None:
+        """Nobody waits: what is live goes below memory, if there is something below."""
+        if self._keeping.has_tiers:
+            self._scheduler.save_idle()
+
+    def _ended(self, job: Job, stop: str) -> None:
+        with self._gate:
+            self._n_open -= 1
+        record = self._records.add(job, stop)
+        listener = self.on_record
+        if listener is not None:
+            self._scheduler.guarded("record", lambda: listener(record))
+
+    def _shut_down(self) -> None:
+        """End everything that is left, keep what is live, free the context."""
+        with self._gate:
+            self._closing = True
+        scheduler, error = self._scheduler, EngineClosed("the engine is shutting down")
+        while True:
+            try:
+                order = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if order is not None:
+                scheduler.guarded("order", order)
+        scheduler.fail_waiting(error)
+        scheduler.fail_running(error)
+        scheduler.guarded("close", lambda: self._keeping.close(self._flush_s))
+        scheduler.guarded("close", self._runtime.close)

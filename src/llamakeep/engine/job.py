@@ -1,0 +1,192 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from llamakeep.engine.request import (
+    Begun,
+    Choice,
+    Failed,
+    Finished,
+    Listener,
+    Piece,
+    Progress,
+    Request,
+    Stop,
+    Timings,
+    Update,
+)
+from llamakeep.engine.text import Writer
+from llamakeep.runtime.base import Sampler
+from llamakeep.states import Reuse
+from llamakeep.tokens import IntArray
+
+logger = logging.getLogger("llamakeep")
+
+
+class Job:
+    """A request, what is known of its answer, and who hears of it. Of the engine's thread.
+
+    Attributes:
+        id: Its number.
+        request: What is to be done.
+        sampler: Chooses its tokens; None before it begins for the first time.
+        reuse: How its prompt was served; None before it begins.
+        n_generated: Tokens generated so far.
+        n_tries: How often it had to begin again because a sequence was lost.
+        cancelled: Nobody wants more of it; may be set from any thread.
+        ended: It has been told its end.
+    """
+
+    def __init__(
+        self, job_id: int, request: Request, listener: Listener, n_ctx: int, now: float
+    ) -> None:
+        self.id = job_id
+        self.request = request
+        self.sampler: Sampler | None = None
+        self.reuse: Reuse | None = None
+        self.n_generated = 0
+        self.n_tries = 0
+        self.cancelled = False
+        self.ended = False
+        self.slot_id: int | None = None
+        self._listener = listener
+        self._writer = Writer(request.stop)
+        self._known = np.empty(n_ctx + 1, np.int32)
+        self._known[: request.prompt.size] = request.prompt
+        self.n_known = int(request.prompt.size)
+        self._unsent: list[Choice] = []
+        self._queued = now
+        self._begun = self._first = self._last = now
+
+    @property
+    def known(self) -> IntArray:
+        """The prompt and the answer so far; the last token is not evaluated yet."""
+        return self._known[: self.n_known]
+
+    @property
+    def stopping_word(self) -> str:
+        """The stop string that came up, or ""."""
+        return self._writer.stopped_by
+
+    # -- what happens to it ------------------------------------------------------------------------
+
+    def begin(self, slot_id: int, reuse: Reuse, now: float) -> None:
+        """A slot has taken it. When it begins anew, its first reuse stays the one that counts."""
+        self.slot_id = slot_id
+        if self.reuse is None:
+            self.reuse = reuse
+            self._tell(Begun(slot_id, reuse))
+
+    def start_clock(self, now: float) -> None:
+        """It leaves the queue for the first time."""
+        if self.reuse is None:
+            self._begun = now
+
+    def progressed(self, n_tokens: int, now: float) -> None:
+        """So many tokens of its prompt are in the slot."""
+        if not self.request.wants_progress or self.n_generated or self.reuse is None:
+            return
+        total = int(self.request.prompt.size)
+        ms = (now - self._begun) * 1e3
+        cached = self.reuse.reused_tokens
+        self._tell(Progress(total, cached, min(n_tokens, total), ms))
+
+    def prompt_done(self, now: float) -> None:
+        """The prompt is evaluated."""
+        if not self.n_generated:
+            self._first = self._last = now
+
+    def push(self, choice: Choice, piece: bytes, now: float) -> None:
+        """Add a token to the answer, and tell the text that is certain."""
+        self._known[self.n_known] = choice.token
+        self.n_known += 1
+        self.n_generated += 1
+        self._last = now
+        self._unsent.append(choice)
+        text = self._writer.push(piece)
+        if text or self.stopping_word or self.request.n_probs:
+            self._send(text)
+
+    def count_end(self, now: float) -> None:
+        """Count the token that ended the answer; it is no part of it."""
+        self.n_generated += 1
+        self._last = now
+
+    def _send(self, text: str) -> None:
+        choices, self._unsent = tuple(self._unsent), []
+        told = choices if self.request.n_probs else ()
+        self._tell(Piece(text, tuple(choice.token for choice in choices), told))
+
+    def finish(self, stop: Stop, n_cached: int, *, truncated: bool = False) -> Finished:
+        """Tell the rest of the text and the end."""
+        rest = ""
+        if stop not in (Stop.CANCELLED, Stop.WORD):
+            rest = self._writer.finish()
+            stop = Stop.WORD if self._writer.stopped_by else stop
+        if rest or self._unsent:
+            self._send(rest)
+        finished = Finished(
+            stop,
+            self.stopping_word,
+            self.slot_id,
+            self.reuse,
+            self.timings(),
+            int(self.request.prompt.size),
+            n_cached,
+            truncated,
+        )
+        self.end(finished)
+        return finished
+
+    def timings(self) -> Timings:
+        """Return what it has cost so far."""
+        reuse = self.reuse
+        return Timings(
+            queue_ms=(self._begun - self._queued) * 1e3,
+            prompt_n=reuse.evaluated_tokens if reuse is not None else 0,
+            cache_n=reuse.reused_tokens if reuse is not None else 0,
+            prompt_ms=(self._first - self._begun) * 1e3,
+            predicted_n=self.n_generated,
+            predicted_ms=(self._last - self._first) * 1e3,
+        )
+
+    def end(self, last: Finished | Failed) -> None:
+        """Tell its end, once, and free its sampler."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.sampler is not None:
+            self.sampler.close()
+        self._tell(last)
+
+    def _tell(self, update: Update) -> None:
+        try:
+            self._listener(update)
+        except Exception:  # who listens badly must not stop the others
+            logger.exception("a listener of request %d failed", self.id)
+
+    def record(self, stop: str) -> dict[str, Any]:
+        """Return what a list of recent requests shows of it: JSON-ready."""
+        timings, reuse = self.timings(), self.reuse
+        return {
+            "id": self.id,
+            "label": self.request.label,
+            "slot": self.slot_id,
+            "prompt_tokens": int(self.request.prompt.size),
+            "reused_tokens": timings.cache_n,
+            "evaluated_tokens": timings.prompt_n,
+            "generated_tokens": timings.predicted_n,
+            "tier": reuse.tier if reuse is not None else "none",
+            "reason": reuse.reason if reuse is not None else "",
+            "mode": self.request.mode.value,
+            "stop": stop,
+            "queue_ms": round(timings.queue_ms, 3),
+            "restore_ms": round(reuse.restore_ms, 3) if reuse is not None else 0.0,
+            "prompt_ms": round(timings.prompt_ms, 3),
+            "predicted_ms": round(timings.predicted_ms, 3),
+        }

@@ -1,0 +1,303 @@
+"""What the engine's slots hold, and what becomes of it: kept in the prefix tree.
+
+The engine decides who runs; a `Keeping` decides what of a prompt need not be evaluated, and keeps
+what was. `TreeKeeping` has one `KeptSequence` for each slot, all over one tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from llamakeep.engine.request import Request
+from llamakeep.runtime.base import Runtime
+from llamakeep.sequence import KeptSequence
+from llamakeep.states import Reuse
+from llamakeep.tokens import IntArray, common_prefix
+from llamakeep.tree import PrefixTree
+
+
+class Keeping(Protocol):
+    """Brings slots to what is known of a prompt, and keeps what they compute.
+
+    One thread at a time, the engine's. Slots are numbered as the runtime's sequences.
+    """
+
+    parks: bool
+    """What an idle slot holds is kept when it is parked, so parking loses nothing."""
+    has_tiers: bool
+    """There are tiers below memory, in which what is kept outlives the process."""
+    failures: dict[str, int]
+
+    def tokens(self, slot_id: int) -> IntArray:
+        """Return what a slot holds: a view, good until the next call."""
+        ...  # pragma: no cover - protocol
+
+    def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
+        """Return which of the idle slots serves a request best. Changes nothing."""
+        ...  # pragma: no cover - protocol
+
+    def begin(self, slot_id: int, known: IntArray, request: Request) -> Reuse:
+        """Bring a slot to the deepest prefix of `known` that need not be evaluated."""
+        ...  # pragma: no cover - protocol
+
+    def next_stop(self, slot_id: int, end: int) -> int:
+        """Return where to stop on the way to `end`, so that a checkpoint can be taken."""
+        ...  # pragma: no cover - protocol
+
+    def will_share(self, slot_id: int, n_tokens: int) -> int:
+        """Return how much of its first `n_tokens` another slot can have once it has them all."""
+        ...  # pragma: no cover - protocol
+
+    def evaluated(self, slot_id: int, tokens: IntArray) -> bool:
+        """Note tokens that were evaluated into a slot; False when it lost what it held."""
+        ...  # pragma: no cover - protocol
+
+    def holds(self, slot_id: int) -> bool:
+        """Whether a slot really holds what is known of it; one that does not is emptied."""
+        ...  # pragma: no cover - protocol
+
+    def end(self, slot_id: int, request: Request) -> None:
+        """An answer is complete."""
+        ...  # pragma: no cover - protocol
+
+    def save(self, slot_id: int) -> None:
+        """Keep what a slot holds; it goes on holding it."""
+        ...  # pragma: no cover - protocol
+
+    def park(self, slot_id: int) -> None:
+        """Keep what a slot holds, and empty it."""
+        ...  # pragma: no cover - protocol
+
+    def lay_low(self, slot_id: int) -> None:
+        """Move what a slot holds into the lowest cells that are free."""
+        ...  # pragma: no cover - protocol
+
+    def clear(self, slot_id: int) -> None:
+        """Empty a slot, and keep nothing of it that is not kept already."""
+        ...  # pragma: no cover - protocol
+
+    def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
+        """Note what was restored into a slot that was empty."""
+        ...  # pragma: no cover - protocol
+
+    def namespace(self, slot_id: int) -> bytes:
+        """Return what makes a slot's states incompatible with others."""
+        ...  # pragma: no cover - protocol
+
+    def namespace_of(self, salt: str) -> bytes:
+        """Return what makes a tenant's states incompatible with others."""
+        ...  # pragma: no cover - protocol
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes: JSON-ready; from any thread."""
+        ...  # pragma: no cover - protocol
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return every kept prompt, most recently used first: JSON-ready."""
+        ...  # pragma: no cover - protocol
+
+    def forget(self) -> None:
+        """Forget everything that is kept, for every tenant this engine has seen."""
+        ...  # pragma: no cover - protocol
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait until everything kept is in the tiers below memory too; whether it is."""
+        ...  # pragma: no cover - protocol
+
+    def check(self) -> None:
+        """Prove that what is counted is what is kept; raises IntegrityError."""
+        ...  # pragma: no cover - protocol
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of the tiers, once what is on its way has arrived or the time is over."""
+        ...  # pragma: no cover - protocol
+
+
+class TreeKeeping:
+    """Slots over the prefix tree. See `Keeping`.
+
+    Args:
+        runtime: Holds a sequence for each slot.
+        tree: Keeps their states; of a store without capacity, only what is live is reused.
+        namespace_of: Returns what makes a tenant's states incompatible with others, for its salt.
+        similarity: Share of a prompt that an idle slot must hold to be chosen for it; else the one
+            used least recently is.
+        align: See `KeptSequence`.
+        min_step: See `KeptSequence`.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tree: PrefixTree,
+        namespace_of: Callable[[str], bytes],
+        *,
+        similarity: float = 0.1,
+        align: int = 8,
+        min_step: int = 512,
+    ) -> None:
+        self.has_tiers = bool(tree.store.below)
+        self.parks = tree.store.capacity_bytes > 0 or self.has_tiers
+        self.failures: dict[str, int] = {}
+        self._runtime = runtime
+        self._tree = tree
+        self._digest_of = namespace_of
+        self._similarity = similarity
+        self._namespaces: set[bytes] = set()
+        self._salts = [""] * runtime.n_seqs
+        self._sequences = [
+            KeptSequence(
+                runtime,
+                tree,
+                seq_id,
+                align=align,
+                min_step=min_step,
+                save_late=True,
+                keep_ends=True,
+                namespace=self._namespace(""),
+            )
+            for seq_id in range(runtime.n_seqs)
+        ]
+        for sequence in self._sequences:
+            sequence.failures = self.failures
+
+    def _namespace(self, salt: str) -> bytes:
+        namespace = self._digest_of(salt)
+        self._namespaces.add(namespace)
+        return namespace
+
+    def tokens(self, slot_id: int) -> IntArray:
+        """Return what a slot holds."""
+        return self._sequences[slot_id].live.tokens
+
+    def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
+        """Return the idle slot that holds most of the prompt, or the one used least recently."""
+        best, shared = -1, self._similarity * request.prompt.size
+        for slot_id in idle:
+            if self._salts[slot_id] == request.salt:
+                common = common_prefix(self.tokens(slot_id), request.prompt)
+                if common > shared:
+                    best, shared = slot_id, common
+        if best >= 0:
+            return best
+        return min(idle, key=lambda slot_id: (last_used[slot_id], slot_id))
+
+    def begin(self, slot_id: int, known: IntArray, request: Request) -> Reuse:
+        """Bring a slot to the deepest prefix of `known` that is live anywhere, or kept."""
+        sequence = self._sequences[slot_id]
+        if self._salts[slot_id] != request.salt:
+            self.park(slot_id)
+            sequence.namespace = self._namespace(request.salt)
+            self._salts[slot_id] = request.salt
+        others = [
+            other
+            for other, salt in zip(self._sequences, self._salts, strict=True)
+            if other is not sequence and salt == request.salt and other.live.n_tokens
+        ]
+        return sequence.resume(
+            known, user_starts=request.user_starts, mode=request.mode, others=others
+        )
+
+    def next_stop(self, slot_id: int, end: int) -> int:
+        """Return where the next checkpoint is due, or `end`."""
+        sequence = self._sequences[slot_id]
+        return sequence.cuts(end - sequence.live.n_tokens)[0]
+
+    def will_share(self, slot_id: int, n_tokens: int) -> int:
+        """Return how much of its prompt another slot can have, and see that it can."""
+        return self._sequences[slot_id].expect_branch(n_tokens)
+
+    def evaluated(self, slot_id: int, tokens: IntArray) -> bool:
+        """Note tokens that were evaluated, and take a checkpoint where one is due."""
+        sequence = self._sequences[slot_id]
+        end = sequence.live.n_tokens + tokens.size
+        sequence.note_evaluated(tokens)
+        return sequence.live.n_tokens == end
+
+    def holds(self, slot_id: int) -> bool:
+        """Whether a slot really holds what is known of it."""
+        sequence = self._sequences[slot_id]
+        held = self._runtime.positions(slot_id).n_tokens
+        if held == sequence.live.n_tokens:
+            return True
+        sequence.clear()
+        return False
+
+    def end(self, slot_id: int, request: Request) -> None:
+        """Leave the slot as it is, for the next turn; empty it when nothing may be kept."""
+        if not (request.mode.writes or request.mode.reads):
+            self._sequences[slot_id].clear()
+
+    def save(self, slot_id: int) -> None:
+        """Keep what the slot holds."""
+        self._sequences[slot_id].save()
+
+    def park(self, slot_id: int) -> None:
+        """Keep what the slot holds, and empty it."""
+        sequence = self._sequences[slot_id]
+        if sequence.live.n_tokens:
+            sequence.save()
+            sequence.clear()
+
+    def lay_low(self, slot_id: int) -> None:
+        """Move what the slot holds into the lowest cells that are free."""
+        self._sequences[slot_id].lay_low()
+
+    def clear(self, slot_id: int) -> None:
+        """Empty the slot."""
+        self._sequences[slot_id].clear()
+
+    def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
+        """Note what was restored into the slot."""
+        self._salts[slot_id] = salt
+        self._sequences[slot_id].namespace = self._namespace(salt)
+        self._sequences[slot_id].hold(tokens)
+
+    def namespace(self, slot_id: int) -> bytes:
+        """Return the namespace of the slot's tenant."""
+        return self._sequences[slot_id].namespace
+
+    def namespace_of(self, salt: str) -> bytes:
+        """Return the namespace of a tenant."""
+        return self._namespace(salt)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the tree's counters and sizes, and those of the tiers below."""
+        store, tree = self._tree.store, self._tree
+        return {
+            "cache": "tree",
+            "used_bytes": store.used_bytes,
+            "capacity_bytes": store.capacity_bytes,
+            "blobs": len(store.memory),
+            "nodes": len(tree),
+            "policy": tree.policy.name,
+            "failures": dict(self.failures),
+            **asdict(tree.counters),
+            "below": store.stats(),
+        }
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return every kept prompt of every tenant."""
+        return [asdict(entry) for entry in self._tree.entries()]
+
+    def forget(self) -> None:
+        """Forget what is kept, on disk too; a shared tier keeps what it has until it expires."""
+        self._tree.clear()
+        self._tree.store.forget_namespaces(list(self._namespaces))
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait for the tiers below memory."""
+        return self._tree.store.flush(timeout_s)
+
+    def check(self) -> None:
+        """Compare the tree's counts with what is there."""
+        self._tree.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Save what is live, and let go of the tiers."""
+        for slot_id in range(len(self._sequences)):
+            self.save(slot_id)
+        self._tree.store.close(timeout_s)
+        self._tree.clear()
