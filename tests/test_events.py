@@ -19,6 +19,11 @@ PLACE = "pos_min = 9, pos_max = 19, n_tokens = 20"
 HALF = MIB // 2
 CASES: list[tuple[Event, dict[str, object], str]] = [
     (
+        events.SlotById(1),
+        {"event": "slot_by_id", "slot": 1},
+        "selected slot by id (1)",
+    ),
+    (
         events.SlotBySimilarity(0, 0.5, 0.1, 0.05612),
         {
             "event": "slot_by_similarity",
@@ -27,7 +32,7 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
             "threshold": 0.1,
             "f_keep": 0.056,
         },
-        "selected slot by LCP similarity, sim_best = 0.500 (> 0.100 thold), f_keep = 0.056",
+        "selected slot by LCP similarity, f_sim_best = 0.500 (> 0.100 thold), f_keep = 0.056",
     ),
     (
         events.SlotByLru(1, 123456),
@@ -45,9 +50,9 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
         "purging slot 1 with 12 tokens",
     ),
     (
-        events.SavingPrompt(22392340, 178),
+        events.SavingPrompt(22392340, 178, HALF),
         {"event": "saving_prompt", "n_tokens": 178, "mib": 21.355},
-        "saving prompt with length 178, total state size = 21.355 MiB",
+        " - saving prompt with length 178, total state size = 21.355 MiB (draft: 0.500 MiB)",
     ),
     (
         events.SavingIdleSlot(2),
@@ -57,17 +62,17 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
     (
         events.AlreadyCached(),
         {"event": "prompt_already_cached"},
-        "prompt is already in the cache, skipping",
+        " - prompt is already in the cache, skipping",
     ),
     (
         events.OverLimitSkipped(3 * MIB, 2 * MIB),
         {"event": "over_limit_skipped", "mib": 3.0, "limit_mib": 2.0},
-        "prompt state size 3.000 MiB exceeds cache size limit 2.000 MiB, skipping",
+        " - prompt state size 3.000 MiB exceeds cache size limit 2.000 MiB, skipping",
     ),
     (
         events.ObsoleteRemoved(51),
         {"event": "obsolete_removed", "n_tokens": 51},
-        "removing obsolete cached prompt with length 51",
+        " - removing obsolete cached prompt with length 51",
     ),
     (
         events.AllocationFailed("std::bad_alloc"),
@@ -77,12 +82,12 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
     (
         events.LoadBase(-1.0, 0.0),
         {"event": "load_base", "f_keep": -1.0, "f_sim": 0.0},
-        "looking for better prompt, base f_keep = -1.000, sim = 0.000",
+        " - looking for better prompt, base f_keep = -1.000, f_sim = 0.000",
     ),
     (
         events.LoadFound(1.0, 0.3252),
         {"event": "load_found", "f_keep": 1.0, "f_sim": 0.325},
-        "found better prompt with f_keep = 1.000, sim = 0.325",
+        " - found better prompt with f_keep = 1.000, f_sim = 0.325",
     ),
     (
         events.LoadFailed(0),
@@ -92,12 +97,12 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
     (
         events.EvictedForRoom(HALF),
         {"event": "evicted_oldest_for_room", "mib": 0.5},
-        "making room for prompt cache entry, removing oldest entry (size = 0.500 MiB)",
+        " - making room for prompt cache entry, removing oldest entry (size = 0.500 MiB)",
     ),
     (
         events.EvictedOverLimit(HALF),
         {"event": "evicted_over_limit", "mib": 0.5},
-        "cache size limit reached, removing oldest entry (size = 0.500 MiB)",
+        " - cache size limit reached, removing oldest entry (size = 0.500 MiB)",
     ),
     (
         events.EvictedOverTokenLimit(HALF, 100, 250),
@@ -107,22 +112,22 @@ CASES: list[tuple[Event, dict[str, object], str]] = [
             "limit_tokens_now": 250,
             "mib": 0.5,
         },
-        "cache token limit (100, est: 250) reached, removing oldest entry (size = 0.500 MiB)",
+        " - cache token limit (100, est: 250) reached, removing oldest entry (size = 0.500 MiB)",
     ),
     (
         events.LimitReduced(HALF),
         {"event": "limit_reduced", "mib": 0.5},
-        "cache size limit reduced to 0.500 MiB",
+        " - cache size limit reduced to 0.500 MiB",
     ),
     (
         events.CacheState(299174461, 7, 8192 * MIB, 262144, 262144),
         {"event": "cache_state", "prompts": 7, "mib": 285.315},
-        "cache state: 7 prompts, 285.315 MiB (limits: 8192.000 MiB, 262144 tokens, 262144 est)",
+        " - cache state: 7 prompts, 285.315 MiB (limits: 8192.000 MiB, 262144 tokens, 262144 est)",
     ),
     (
         events.CachedPrompt(HALF, "0x1", 51, 2),
         {"event": "cached_prompt", "name": "0x1", "n_tokens": 51, "checkpoints": 2, "mib": 0.5},
-        "prompt 0x1:      51 tokens, checkpoints:  2,     0.500 MiB",
+        "   - prompt 0x1:      51 tokens, checkpoints:  2,     0.500 MiB",
     ),
     (
         events.CheckpointCreated(HALF, 9, 19, 20, 3, 32),

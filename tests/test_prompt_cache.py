@@ -18,7 +18,7 @@ import pytest
 from llamakeep.checkpoints import CheckpointList
 from llamakeep.entries import Entry, Loading, Saving, ratio
 from llamakeep.errors import IntegrityError, InvalidValue, StateError, TokenError
-from llamakeep.events import Event
+from llamakeep.events import Event, SavingPrompt
 from llamakeep.policy import TokensPerByte, policy_names
 from llamakeep.prompt_cache import NO_LIMIT, PromptCache
 from llamakeep.runtime.base import Family
@@ -111,7 +111,7 @@ def test_a_prompt_that_an_entry_contains_is_not_stored_again() -> None:
     assert put(cache, span(5), 30) is Saving.CACHED
     assert put(cache, span(3), 20) is Saving.CACHED
     assert kinds(events) == ["prompt_already_cached"] * 2
-    assert events[-1].line() == "prompt is already in the cache, skipping"
+    assert events[-1].line() == " - prompt is already in the cache, skipping"
     assert lengths(cache) == [5]
     assert cache.used_bytes == 30
 
@@ -149,7 +149,7 @@ def test_prefixes_of_a_new_prompt_are_obsolete() -> None:
     put(cache, span(6), 10)
     assert lengths(cache) == [1, 6]
     lines = [event.line() for event in events]
-    assert lines == [f"removing obsolete cached prompt with length {n}" for n in (3, 5)]
+    assert lines == [f" - removing obsolete cached prompt with length {n}" for n in (3, 5)]
     assert cache.counters["obsolete"] == 2
 
 
@@ -196,6 +196,50 @@ def test_an_entry_that_is_never_filled_does_not_wait_for_good(way: str) -> None:
     cache.check()
 
 
+def test_only_the_entry_that_waits_is_filled() -> None:
+    cache = make(100)
+    _, first = cache.alloc(span(4), 40)
+    assert first is not None
+    cache.fill(first, whole(4, 40))
+    _, waiting = cache.alloc(span(3, 50), 30)
+    assert waiting is not None
+    for wrong in (first, Entry(span(3), 30)):  # filled already; not of this cache
+        before = wrong.state
+        with pytest.raises(InvalidValue, match="not waiting"):
+            cache.fill(wrong, whole(wrong.n_tokens, wrong.n_bytes))
+        assert wrong.state is before
+        assert (len(cache), cache.used_bytes, cache.counters) == (1, 70, {"saved": 1})
+        cache.check()
+    cache.cancel(waiting)
+    with pytest.raises(InvalidValue, match="not waiting"):
+        cache.fill(waiting, whole(3, 30))
+    assert (len(cache), cache.used_bytes) == (1, 40)
+    cache.check()
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 50, 1000])
+def test_another_limit_cancels_the_entry_that_waits(limit_bytes: int) -> None:
+    cache = make(100)
+    put(cache, span(2, 50), 30)
+    _, waiting = cache.alloc(span(4), 60)
+    assert waiting is not None
+    with pytest.raises(InvalidValue):
+        cache.resize(-1)
+    assert cache.used_bytes == 90
+    cache.resize(limit_bytes)
+    assert cache.used_bytes == (30 if limit_bytes else 0)
+    cache.check()
+    with pytest.raises(InvalidValue, match="not waiting"):
+        cache.fill(waiting, whole(4, 60))
+    assert put(cache, span(4), 40) is (Saving.SAVED if limit_bytes else Saving.NOTHING)
+
+
+def test_an_empty_cache_is_there() -> None:
+    for cache in (make(0), make(100)):
+        assert not len(cache)
+        assert cache
+
+
 # -- update ----------------------------------------------------------------------------------------
 
 
@@ -225,7 +269,7 @@ def test_the_token_limit_is_raised_to_what_the_bytes_have_room_for(mode: Any) ->
     assert {event.limit_tokens_now for event in states} == {100}  # type: ignore[attr-defined]
     assert not [event for event in events if event.kind == "evicted_over_token_limit"]
     assert states[-1].line() == (
-        "cache state: 20 prompts, 0.001 MiB (limits: 0.001 MiB, 10 tokens, 100 est)"
+        " - cache state: 20 prompts, 0.001 MiB (limits: 0.001 MiB, 10 tokens, 100 est)"
     )
     # An empty cache has no average: a token counts as one byte.
     cache.clear()
@@ -242,7 +286,7 @@ def test_the_token_limit_bites_only_below_one_byte_a_token(mode: Any) -> None:
     put(cache, span(4, 10), 1)
     cache.update()
     assert kinds(events) == ["evicted_over_token_limit", "cache_state"]
-    assert "cache token limit (4, est: 6) reached, removing oldest entry" in events[0].line()
+    assert " - cache token limit (4, est: 6) reached, removing oldest entry" in events[0].line()
     assert lengths(cache) == [4]
 
 
@@ -534,12 +578,15 @@ def test_a_draft_models_state_goes_with_it() -> None:
     expected = cold(draft, span(60))
     for each in (runtime, draft):
         cold(each, span(50))
-    cache = make(1 << 20, mode="keep")
+    events: list[Event] = []
+    cache = make(1 << 20, mode="keep", emit=events.append)
     cache.save(runtime, 0, span(50))
     entry = next(iter(cache))
     assert entry.state is not None
     assert entry.draft is not None
     assert entry.n_bytes == entry.state.n_bytes + entry.draft.n_bytes
+    saving = next(event for event in events if isinstance(event, SavingPrompt))
+    assert (saving.n_bytes, saving.draft_bytes) == (entry.n_bytes, entry.draft.n_bytes)
     for each in (runtime, draft):
         each.clear(0)
     assert cache.load(runtime, 0, span(0), span(60)).tokens.size == 50

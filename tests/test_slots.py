@@ -30,7 +30,7 @@ from llamakeep.errors import (
     LlamakeepError,
     TokenError,
 )
-from llamakeep.events import CheckpointRestored, Event, SlotByLru, SlotBySimilarity
+from llamakeep.events import CheckpointRestored, Event, SlotById, SlotByLru, SlotBySimilarity
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import OPERATIONS, FakeRuntime
@@ -146,6 +146,18 @@ def test_a_slot_must_share_more_than_a_tenth_of_the_prompt() -> None:
         served = serve(slots, join(span(10), span(rest, 500)))
         assert kinds(served)[0] == kind  # 10 of 100 is not more than 0.1
         assert served.reused_tokens == 10
+
+
+@pytest.mark.parametrize("similarity", [0.0, 0.1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slot_that_is_named_serves_and_is_reported_as_such(mode: str, similarity: float) -> None:
+    slots = make(n_seqs=2, mode=mode, similarity=similarity, cache_idle_slots=False)
+    slots.serve(span(10), slot=0)
+    for prompt in (span(12), span(12, 100)):
+        served = serve(slots, prompt, slot=1)
+        assert served.slot_id == 1
+        assert served.events[0] == SlotById(1)
+        assert not {"slot_by_similarity", "slot_by_lru"} & set(kinds(served))
 
 
 def test_the_slot_that_shares_most_serves() -> None:

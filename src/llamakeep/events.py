@@ -1,13 +1,14 @@
 """What llama-server's prompt cache and context checkpoints report, as objects and as log lines.
 
 Each kind of event is one frozen class. `Event.as_dict` gives what a recording of a llama-server
-holds of it, `Event.line` the words llama-server logs it with. Events go to a callable; the default,
-`log`, writes the line to the logger ``llamakeep``.
+holds of it, `Event.line` the words the llama-server of the recordings logs it with, their leading
+dash included. Events go to a callable; the default, `log`, writes the line to the logger
+``llamakeep``.
 
 ::
 
     Event
-    ├── SlotBySimilarity, SlotByLru, PromptCleared, SlotPurged            which slot serves
+    ├── SlotById, SlotBySimilarity, SlotByLru, PromptCleared, SlotPurged  which slot serves
     ├── SavingPrompt, SavingIdleSlot, AlreadyCached, OverLimitSkipped,
     │   ObsoleteRemoved, AllocationFailed                                 a slot is saved
     ├── LoadBase, LoadFound, LoadFailed                                   a saved one is taken
@@ -91,13 +92,25 @@ class _Sized(Event):
 
 
 @dataclass(frozen=True)
+class SlotById(Event):
+    """A request named its slot."""
+
+    kind = "slot_by_id"
+    keys = ("slot",)
+    words = "selected slot by id ({0.slot})"
+    recorded = False
+
+    slot: int
+
+
+@dataclass(frozen=True)
 class SlotBySimilarity(Event):
     """A slot was chosen because it holds much of the prompt already."""
 
     kind = "slot_by_similarity"
     keys = ("slot", "f_sim", "threshold", "f_keep")
     words = (
-        "selected slot by LCP similarity, sim_best = {0.f_sim:.3f} (> {0.threshold:.3f} thold), "
+        "selected slot by LCP similarity, f_sim_best = {0.f_sim:.3f} (> {0.threshold:.3f} thold), "
         "f_keep = {0.f_keep:.3f}"
     )
 
@@ -154,10 +167,19 @@ class SavingPrompt(_Sized):
 
     kind = "saving_prompt"
     keys = ("n_tokens", "mib")
-    words = "saving prompt with length {0.n_tokens}, total state size = {0.mib:.3f} MiB"
+    words = (
+        " - saving prompt with length {0.n_tokens}, total state size = {0.mib:.3f} MiB "
+        "(draft: {0.draft_mib:.3f} MiB)"
+    )
     recorded = False
 
     n_tokens: int
+    draft_bytes: int = 0
+
+    @property
+    def draft_mib(self) -> float:
+        """The draft model's part of the bytes, in MiB."""
+        return self.draft_bytes / MIB
 
 
 @dataclass(frozen=True)
@@ -177,7 +199,7 @@ class AlreadyCached(Event):
     """Nothing was saved: an entry begins with the whole prompt."""
 
     kind = "prompt_already_cached"
-    words = "prompt is already in the cache, skipping"
+    words = " - prompt is already in the cache, skipping"
 
 
 @dataclass(frozen=True)
@@ -187,7 +209,8 @@ class OverLimitSkipped(_Sized):
     kind = "over_limit_skipped"
     keys = ("mib", "limit_mib")
     words = (
-        "prompt state size {0.mib:.3f} MiB exceeds cache size limit {0.limit_mib:.3f} MiB, skipping"
+        " - prompt state size {0.mib:.3f} MiB exceeds cache size limit {0.limit_mib:.3f} MiB, "
+        "skipping"
     )
 
     limit_bytes: int
@@ -204,7 +227,7 @@ class ObsoleteRemoved(Event):
 
     kind = "obsolete_removed"
     keys = ("n_tokens",)
-    words = "removing obsolete cached prompt with length {0.n_tokens}"
+    words = " - removing obsolete cached prompt with length {0.n_tokens}"
 
     n_tokens: int
 
@@ -229,7 +252,7 @@ class LoadBase(Event):
 
     kind = "load_base"
     keys = ("f_keep", "f_sim")
-    words = "looking for better prompt, base f_keep = {0.f_keep:.3f}, sim = {0.f_sim:.3f}"
+    words = " - looking for better prompt, base f_keep = {0.f_keep:.3f}, f_sim = {0.f_sim:.3f}"
 
     f_keep: float
     f_sim: float
@@ -241,7 +264,7 @@ class LoadFound(Event):
 
     kind = "load_found"
     keys = ("f_keep", "f_sim")
-    words = "found better prompt with f_keep = {0.f_keep:.3f}, sim = {0.f_sim:.3f}"
+    words = " - found better prompt with f_keep = {0.f_keep:.3f}, f_sim = {0.f_sim:.3f}"
 
     f_keep: float
     f_sim: float
@@ -267,7 +290,7 @@ class EvictedForRoom(_Sized):
 
     kind = "evicted_oldest_for_room"
     keys = ("mib",)
-    words = f"making room for prompt cache entry, removing oldest entry ({_SIZE})"
+    words = f" - making room for prompt cache entry, removing oldest entry ({_SIZE})"
 
 
 @dataclass(frozen=True)
@@ -276,7 +299,7 @@ class EvictedOverLimit(_Sized):
 
     kind = "evicted_over_limit"
     keys = ("mib",)
-    words = f"cache size limit reached, removing oldest entry ({_SIZE})"
+    words = f" - cache size limit reached, removing oldest entry ({_SIZE})"
 
 
 @dataclass(frozen=True)
@@ -286,7 +309,7 @@ class EvictedOverTokenLimit(_Sized):
     kind = "evicted_over_token_limit"
     keys = ("limit_tokens", "limit_tokens_now", "mib")
     words = (
-        "cache token limit ({0.limit_tokens}, est: {0.limit_tokens_now}) reached, "
+        " - cache token limit ({0.limit_tokens}, est: {0.limit_tokens_now}) reached, "
         f"removing oldest entry ({_SIZE})"
     )
 
@@ -300,7 +323,7 @@ class LimitReduced(_Sized):
 
     kind = "limit_reduced"
     keys = ("mib",)
-    words = "cache size limit reduced to {0.mib:.3f} MiB"
+    words = " - cache size limit reduced to {0.mib:.3f} MiB"
 
 
 @dataclass(frozen=True)
@@ -310,7 +333,7 @@ class CacheState(_Sized):
     kind = "cache_state"
     keys = ("prompts", "mib")
     words = (
-        "cache state: {0.prompts} prompts, {0.mib:.3f} MiB (limits: {0.limit_mib:.3f} MiB, "
+        " - cache state: {0.prompts} prompts, {0.mib:.3f} MiB (limits: {0.limit_mib:.3f} MiB, "
         "{0.limit_tokens} tokens, {0.limit_tokens_now} est)"
     )
 
@@ -332,7 +355,8 @@ class CachedPrompt(_Sized):
     kind = "cached_prompt"
     keys = ("name", "n_tokens", "checkpoints", "mib")
     words = (
-        "prompt {0.name}: {0.n_tokens:7d} tokens, checkpoints: {0.checkpoints:2d}, {0.mib:9.3f} MiB"
+        "   - prompt {0.name}: {0.n_tokens:7d} tokens, checkpoints: {0.checkpoints:2d}, "
+        "{0.mib:9.3f} MiB"
     )
     recorded = False
 

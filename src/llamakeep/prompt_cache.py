@@ -145,6 +145,10 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        """A cache is there even when it is empty."""
+        return True
+
     def __iter__(self) -> Iterator[Entry]:
         """Yield the entries, oldest first."""
         return iter(tuple(self._entries))
@@ -190,12 +194,16 @@ class PromptCache:
             self._heard_by = before
 
     def resize(self, limit_bytes: int) -> None:
-        """Set another limit (0 or more); what does not fit any more is evicted.
+        """Set another limit (0 or more, in bytes); what does not fit any more is evicted.
+
+        An entry that waits to be filled is cancelled: it was allocated under the other limit.
 
         Raises:
-            InvalidValue: For a negative one.
+            InvalidValue: For a negative one; nothing is changed.
         """
         self._limit_bytes = whole_number("limit_bytes", limit_bytes, 0)
+        if self._pending is not None:
+            self._drop_pending()
         self.update()
 
     def clear(self) -> None:
@@ -243,7 +251,7 @@ class PromptCache:
         try:
             state_bytes = whole_bytes(runtime, seq_id, n_tokens)
             draft_bytes = whole_bytes(draft, seq_id, n_tokens) if draft is not None else 0
-            self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens))
+            self._emit(SavingPrompt(state_bytes + draft_bytes, n_tokens, draft_bytes))
             result, entry = self.alloc(
                 tokens,
                 state_bytes,
@@ -340,8 +348,12 @@ class PromptCache:
         """Give an allocated entry its states, and let it be found.
 
         Raises:
+            InvalidValue: For an entry that is not the one waiting: filled, cancelled, or none of
+                this cache's; nothing is changed.
             StateError: When they are not of the size that was allocated; `cancel` the entry then.
         """
+        if entry is not self._pending:
+            raise InvalidValue(f"{entry!r} is not waiting to be filled")
         held = entry.checkpoints.n_bytes if entry.checkpoints is not None else 0
         n_bytes = state.n_bytes + (draft.n_bytes if draft is not None else 0) + held
         if n_bytes != entry.n_bytes:

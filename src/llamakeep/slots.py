@@ -45,6 +45,7 @@ from llamakeep.events import (
     LoadFailed,
     PromptCleared,
     SavingIdleSlot,
+    SlotById,
     SlotByLru,
     SlotBySimilarity,
     SlotPurged,
@@ -293,6 +294,8 @@ class Slots:
         that is empty is not updated at all, as 0/0 is not below one half.
         """
         best = self.slots[pinned] if pinned is not None else None
+        if best is not None:
+            self._emit(SlotById(best.slot_id))
         if self._similarity:
             best_sim = 0.0
             for slot in self.slots if best is None else (best,):
