@@ -107,6 +107,8 @@ class Vocab(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> IntArray:
         """Return the tokens of `text`.
 
+        A model may lack tokens for some letters; they are left out, so there can be none at all.
+
         Args:
             text: Any text.
             add_special: Add what the model wants around a prompt, such as a token at its begin.
@@ -443,3 +445,17 @@ def spoils_others(family: Family, parts: Sequence[Part]) -> bool:
     there. The swap is noted before the graph that carries it out, and is not taken back.
     """
     return family.has_recurrent and len(parts) > 1
+
+
+def utf8(text: str) -> bytes:
+    """Return a text as UTF-8.
+
+    Raises:
+        InvalidValue: For half of a surrogate pair, with where it stands.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValue(
+            f"half of a surrogate pair at letter {error.start} of a text: no Unicode"
+        ) from None

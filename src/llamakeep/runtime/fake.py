@@ -53,7 +53,10 @@ from llamakeep.runtime.base import (
     check_parts,
     spoils_others,
 )
+from llamakeep.runtime.fake_text import FakeSampler, FakeVocab
 from llamakeep.runtime.layout import check_cover, with_stops
+from llamakeep.runtime.sampling import settle
+from llamakeep.sampling import Sampling
 from llamakeep.states import (
     Buffer,
     Checkpoint,
@@ -256,6 +259,7 @@ class FakeRuntime:
         self.n_seqs = n_seqs
         self.n_batch = n_batch
         self.n_vocab = n_vocab
+        self._vocab = FakeVocab(n_vocab)
         self.draft: Runtime | None = None
         self.calls = Calls()
         self.failures: Callable[[str], None] | None = None
@@ -486,6 +490,19 @@ class FakeRuntime:
         if index not in self._outputs:
             raise InvalidValue(f"{index} is no output of the last batch")
         return self._spread(self._outputs[index])
+
+    def sampler(self, sampling: Sampling) -> FakeSampler:
+        """Return a sampler with these settings. See `Runtime.sampler`."""
+        if self._closed:
+            raise KeeperClosed("the model is closed")
+        forbidden = self.vocab.ends if sampling.ignore_eos else ()
+        settled = settle(sampling, n_vocab=self.n_vocab, n_ctx=self.n_ctx, forbidden=forbidden)
+        return FakeSampler(sampling, settled, n_vocab=self.n_vocab, output=self.logits_of)
+
+    @property
+    def vocab(self) -> FakeVocab:
+        """The tokens of the model; for any thread."""
+        return self._vocab
 
     def _spread(self, digest: int) -> npt.NDArray[np.float32]:
         ids = np.arange(self.n_vocab, dtype=np.uint64)
@@ -909,6 +926,7 @@ class FakeRuntime:
     def close(self) -> None:
         """Free what the runtime owns. Calling it again does nothing."""
         self._closed = True
+        self._vocab.close()
 
 
 def _mix(words: Words) -> Words:

@@ -1,4 +1,6 @@
-"""llama.cpp through llama-cpp-python's low-level functions. The only module that imports it.
+"""llama.cpp through llama-cpp-python's low-level functions: sequences and their states.
+
+The modules `llama_*` beside it are the only ones that import `llama_cpp`.
 
 Everything that llama.cpp would take on trust is checked here: states before they go down
 (`layout`), sizes and positions after every move, and the model itself once at start-up (`_probe`).
@@ -56,6 +58,10 @@ from llamakeep.runtime.layout import (
     learn_recurrent,
     with_stops,
 )
+from llamakeep.runtime.llama_sampler import LlamaSampler
+from llamakeep.runtime.llama_text import Vocabulary as Vocabulary
+from llamakeep.runtime.sampling import settle
+from llamakeep.sampling import Sampling
 from llamakeep.states import (
     Buffer,
     Checkpoint,
@@ -64,7 +70,7 @@ from llamakeep.states import (
     Segment,
     frozen,
 )
-from llamakeep.tokens import IntArray, TokensLike, as_tokens
+from llamakeep.tokens import IntArray, as_tokens
 
 logger = logging.getLogger("llamakeep")
 
@@ -195,7 +201,8 @@ class LlamaCppRuntime:
         self._spare = n_seqs
         self.n_ctx = int(llama_cpp.llama_n_ctx(context.ctx))
         self.n_batch = int(llama_cpp.llama_n_batch(context.ctx))
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
+        self._vocabulary = Vocabulary(model, is_open=lambda: context.ctx is not None)
+        self.n_vocab = self._vocabulary.n_vocab
         self.draft: Runtime | None = None
         self._batch = _Batch(self.n_batch)
         self._outputs: frozenset[int] = frozenset()
@@ -434,6 +441,28 @@ class LlamaCppRuntime:
             int(llama_cpp.llama_memory_seq_pos_min(self._mem, seq_id)),
             int(llama_cpp.llama_memory_seq_pos_max(self._mem, seq_id)),
         )
+
+    def sampler(self, sampling: Sampling) -> LlamaSampler:
+        """Return a sampler with these settings, of llama.cpp's own. See `Runtime.sampler`.
+
+        The first one with `ignore_eos` asks about each token of the vocabulary whether it ends.
+        """
+        _ = self._ctx
+        vocab = self._vocabulary
+        forbidden = {*vocab.suppressed, *(vocab.ends if sampling.ignore_eos else ())}
+        settled = settle(sampling, n_vocab=self.n_vocab, n_ctx=self.n_ctx, forbidden=forbidden)
+        return LlamaSampler(
+            sampling,
+            settled,
+            n_vocab=self.n_vocab,
+            output=self._output,
+            context=lambda: self._ctx,
+        )
+
+    @property
+    def vocab(self) -> Vocabulary:
+        """The tokens of the model; for any thread."""
+        return self._vocabulary
 
     # -- native moves ------------------------------------------------------------------------
 
@@ -991,7 +1020,11 @@ class LlamaCppRuntime:
         return StateLayout(rows, window, recurrent, n_swa, dense)
 
     def close(self) -> None:
-        """Free what the runtime owns. Calling it again does nothing."""
+        """Free what the runtime owns. Calling it again does nothing.
+
+        Waits for other threads that are reading or writing text. Samplers may still be open.
+        """
+        self._vocabulary.close()
         self._owned.close()  # an adopted context belongs to its `Llama` and stays
 
 
@@ -1155,54 +1188,6 @@ def register_cache(base: type) -> None:
     llama_cpp.llama_cache.BaseLlamaCache.register(base)
 
 
-class Vocabulary:
-    """The tokens of a model, to read them as text. Made by `load_vocab`; one thread at a time.
-
-    Args:
-        model: The native model; freed by `close`.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-
-    def text(self, tokens: TokensLike) -> str:
-        """Return the text of tokens, special ones included. Letters that are cut off are left out.
-
-        Raises:
-            TokenError: For a token outside the vocabulary: llama.cpp would end the process.
-            KeeperClosed: After `close`.
-        """
-        if self._model is None:
-            raise KeeperClosed("the vocabulary is closed")
-        array = as_tokens(tokens, n_vocab=self.n_vocab)
-        pointer = array.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
-        size = 64 + 16 * array.size
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n_bytes = int(
-                llama_cpp.llama_detokenize(
-                    self._vocab, pointer, array.size, buffer, size, False, True
-                )
-            )
-            if n_bytes >= 0:
-                return buffer.raw[:n_bytes].decode("utf-8", "ignore")
-            size = -n_bytes
-
-    def close(self) -> None:
-        """Free the model. Calling it again does nothing."""
-        if self._model is not None:
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
-
-    def __enter__(self) -> Vocabulary:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def load_vocab(path: str | Path) -> Vocabulary:
     """Load the vocabulary of a model file, and no weights.
 
@@ -1217,7 +1202,7 @@ def load_vocab(path: str | Path) -> Vocabulary:
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if model is None:
         raise ModelError(f"llama.cpp could not load the vocabulary of {path}")
-    return Vocabulary(model)
+    return Vocabulary(model, free=lambda: llama_cpp.llama_model_free(model))
 
 
 def guard_window(context: Any) -> bool:
