@@ -12,8 +12,9 @@ from llamakeep.errors import DecodeError, InvalidValue
 from llamakeep.sampling import Sampling
 from llamakeep.tokens import as_tokens
 
-_MOST: Final = 1e30
-"""Beyond it, products with logits leave the range of a 32-bit float: infinite, then no number."""
+_MOST: Final = 1e9
+"""Far beyond it, what all settings together make of a logit would leave the range of a 32-bit
+float: infinite, and then no number."""
 _SEED_MASK: Final = 0xFFFFFFFF
 
 
@@ -65,8 +66,8 @@ def settle(sampling: Sampling, *, n_vocab: int, n_ctx: int, forbidden: Iterable[
     for token, bias in sampling.logit_bias:
         biases[int(token)] = biases.get(int(token), 0.0) + bias
     for token, bias in biases.items():
-        biases[token] = ctypes.c_float(bias).value
-        if biases[token] > _MOST:
+        biases[token] = ctypes.c_float(bias).value  # below its range: minus infinity
+        if bias > _MOST:
             raise InvalidValue(f"the bias of token {token} must be {_MOST} at most, not {bias!r}")
     biases |= dict.fromkeys(forbidden, -math.inf)
     if sum(bias == -math.inf for bias in biases.values()) >= n_vocab:
