@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from llamakeep.cli import cache
+from llamakeep.cli import cache, serve
 from llamakeep.cli.demo import demo
 from llamakeep.cli.group import FAILED, INTERRUPTED, UNREAD, WRONG, Commands
 
@@ -76,6 +76,7 @@ def _llamakeep(
 
 
 app.command(rich_help_panel="Start here")(demo)
+app.command(rich_help_panel=serve.SUBJECT, cls=serve.SectionedCommand)(serve.serve)
 for _command in (cache.ls, cache.stats, cache.check, cache.trim, cache.rm, cache.export):
     app.command(rich_help_panel=cache.SUBJECT)(_command)
 app.command("import", rich_help_panel=cache.SUBJECT)(cache.import_)

@@ -31,6 +31,7 @@ OTHER = "other"
 TIERS = ("live", "ram", "disk", "shared", "none")
 ENDPOINTS = (
     "/v1/chat/completions",
+    "/v1/chat/completions/input_tokens",
     "/v1/completions",
     "/v1/models",
     "/completion",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamakeep.errors import InvalidValue
-from llamakeep.sizes import parse_bytes
+from llamakeep.sizes import format_bytes, parse_bytes
 
 PREFIX = "LLAMAKEEP_"
 NO_LIMIT = -1
@@ -34,12 +34,14 @@ class Kind:
         metavar: Stands for the value in help; "" for a switch, which takes none.
         repeatable: The flag may come several times; elsewhere it is a list, or commas are between.
         is_path: A relative one is meant from where it is written.
+        show: Returns what help shows of a default.
     """
 
     read: Callable[[Any], Any]
     metavar: str = ""
     repeatable: bool = False
     is_path: bool = False
+    show: Callable[[Any], str] = str
 
 
 def read_text(value: Any) -> str:
@@ -89,7 +91,7 @@ def real(least: float, most: float = math.inf, metavar: str = "X") -> Kind:
             raise InvalidValue(f"must be a number {limits}, not {value!r}")
         return number
 
-    return Kind(read, metavar)
+    return Kind(read, metavar, show="{:g}".format)
 
 
 def choice(*names: str) -> Kind:
@@ -205,8 +207,8 @@ def many(read: Callable[[Any], Any], metavar: str, *, is_path: bool = False) -> 
 
 
 TEXT = Kind(read_text, "TEXT")
-SWITCH = Kind(_read_switch)
-SIZE = Kind(_read_size, "SIZE")
+SWITCH = Kind(_read_switch, show=lambda value: "on" if value else "off")
+SIZE = Kind(_read_size, "SIZE", show=format_bytes)
 FILE = Kind(_read_path, "FILE", is_path=True)
 DIRECTORY = Kind(_read_path, "DIR", is_path=True)
 

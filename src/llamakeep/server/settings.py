@@ -182,7 +182,7 @@ class ServerSettings:
         metadata=option(
             CONTEXT,
             "-kvu --kv-unified/--no-kv-unified",
-            Kind(read_unified),
+            Kind(read_unified, show=lambda _: ""),
             "One buffer for all slots; always on.",
         ),
     )
@@ -382,12 +382,12 @@ class ServerSettings:
         default=16 << 20, metadata=option(ANSWERS, "--max-body", SIZE, "Largest request.")
     )
     timeout_s: float = field(
-        default=3600.0,
+        default=60.0,
         metadata=option(
             ANSWERS,
             "-to --timeout",
             real(1, 1e9, "SECONDS"),
-            "How long a client may take to read or write.",
+            "How long a client may take nothing of an answer that is there before it is cut off.",
         ),
     )
     drain_s: float = field(

@@ -1,0 +1,516 @@
+"""`llamakeep serve`: what it takes, what it says, how it fails, and how it runs and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import inspect
+import io
+import json
+import logging
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from llamakeep.cli import app
+from llamakeep.cli import serve as command
+from llamakeep.errors import InvalidValue
+from llamakeep.server import logs, run
+from llamakeep.server.metrics import OTHER, endpoint_of
+from llamakeep.server.settings import OPTIONS
+from llamakeep.server.sources import resolve
+from tests.engine_tools import engine_of
+
+PATIENCE_S = 60.0
+
+COMMAND: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def runner() -> CliRunner:
+    return CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    return str(path)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def test_the_flags_are_those_of_the_table() -> None:
+    ours = {"config", "check", "json"}
+    taken = {each.name: set(each.opts) | set(each.secondary_opts) for each in COMMAND.params}
+    assert set(taken) == {each.name for each in OPTIONS if each.flags} | ours
+    for option in OPTIONS:
+        if option.flags:
+            flags = {flag for part in option.flags for flag in part.split("/")}
+            assert flags <= taken[option.name]
+
+
+def test_every_default_is_left_to_the_table() -> None:
+    parameters = inspect.signature(command.serve).parameters
+    assert all(parameters[each.name].default is None for each in OPTIONS if each.flags)
+
+
+def test_help_has_a_section_for_each_subject_and_examples(runner: CliRunner) -> None:
+    shown = runner.invoke(app, ["serve", "--help"], terminal_width=100).stdout
+    headings = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert headings == [*dict.fromkeys(each.section for each in OPTIONS), "Options"]
+    assert "  llamakeep serve -m model.gguf\n" in shown
+    assert "curl http://127.0.0.1:8080/v1/chat/completions" in shown
+    words = " ".join(shown.split())
+    for part in ("[default: 8080]", "[default: 1]", "[default: 16.0 MiB]", "[default: on]"):
+        assert part in words
+
+
+def test_flags_of_llama_server_are_understood(runner: CliRunner, model: str) -> None:
+    line = (
+        f"serve -m {model} -c 4096 -np 4 -b 64 -ub 32 -ngl all -fa off -ctk q8_0 -ctv f16 -t 3 "
+        "-tb 2 --cache-ram 100 --no-cache-idle-slots --port 0 -n 7 "
+        "--api-key k --api-key j --no-slots --check --json"
+    )
+    result = runner.invoke(app, line.split())
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    expected = {
+        "ctx_size": 4096,
+        "parallel": 4,
+        "batch_size": 64,
+        "ubatch_size": 32,
+        "gpu_layers": -1,
+        "flash_attn": "off",
+        "cache_type_k": "q8_0",
+        "threads": 3,
+        "threads_batch": 2,
+        "cache_ram_bytes": 100 << 20,
+        "cache_idle_slots": False,
+        "predict": 7,
+        "api_key": "***",
+        "slots": False,
+    }
+    assert {name: shown[name] for name in expected} == expected
+    assert shown["sources"]["slots"] == "--no-slots"
+
+
+def test_json_shows_no_secret(
+    runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAKEEP_SECRET", "nobody-sees-this")
+    monkeypatch.setenv("LLAMAKEEP_REDIS_URL", "redis://u:nobody-sees-this@h")
+    result = runner.invoke(app, ["serve", "-m", model, "--port", "0", "--check", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["secret"] == "***"
+    assert "nobody-sees-this" not in result.output
+
+
+def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(f'model = "{model}"\nport = 0\nparallel = 3\n')
+    result = runner.invoke(app, ["serve", "--config", str(path), "--check", "--json"])
+    assert json.loads(result.stdout)["parallel"] == 3
+
+
+# -- one clear line ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("", "no model: say which GGUF file with --model FILE (-m)"),
+        ("-m nothing.gguf", "--model: nothing.gguf does not exist"),
+        ("-m MODEL --port 99999", "--port must be between 0 and 65535, not 99999"),
+        ("-m MODEL -c 100 -np 2", "--ctx-size: a context of 100 tokens is too small for 2 slots"),
+        ("-m MODEL --chat-template-file nothing.jinja", "cannot read nothing.jinja"),
+        ("-m MODEL --no-kv-unified", "--no-kv-unified is refused"),
+        ("-m MODEL --config nothing.toml", "cannot read nothing.toml"),
+        ("-m MODEL --host no.such.host.invalid", "--host 'no.such.host.invalid'"),
+        ("-m MODEL --port TAKEN", "is taken: another program listens there"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    runner: CliRunner, model: str, taken_port: int, flags: str, says: str
+) -> None:
+    words = flags.replace("MODEL", model).replace("TAKEN", str(taken_port)).split()
+    result = runner.invoke(app, ["serve", *words, "--check"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("llamakeep: ")
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_the_packages_the_line_says_what_to_install(
+    runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "llamakeep.server.run")
+    monkeypatch.delattr("llamakeep.server.run")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    result = runner.invoke(app, ["serve", "-m", model, "--check"])
+    assert result.exit_code == 2
+    assert "pip install 'llamakeep[server]' (uvicorn is missing)" in result.stderr
+
+
+# -- the port ----------------------------------------------------------------------------------
+
+
+def test_a_port_is_held_from_the_start() -> None:
+    with run.bind("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(InvalidValue, match=rf"port {port} of 127\.0\.0\.1 is taken"):
+            run.bind("127.0.0.1", port)
+    run.bind("127.0.0.1", port).close()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
+        run.bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:1"),
+        ("0.0.0.0", "http://127.0.0.1:1"),
+        ("::", "http://[::1]:1"),
+        ("a.example", "http://a.example:1"),
+    ],
+)
+def test_where_this_machine_finds_the_server(host: str, url: str) -> None:
+    assert run.base_url(host, 1) == url
+
+
+# -- running: a process with a small application of its own ------------------------------------
+
+PROGRAM = """
+import asyncio, contextlib, sys
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from llamakeep.cli import serve as command
+from llamakeep.server import logs, run
+from llamakeep.server.sources import resolve
+
+def say(word):
+    print(word, flush=True)
+
+def told():
+    return sys.stdin.readline().strip()
+
+def bind(host, port, bind=run.bind):
+    sock = bind(host, port)
+    say(f"port {sock.getsockname()[1]}")
+    return sock
+
+async def slow(request):
+    async def body():
+        yield "first "
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, told)
+        except asyncio.CancelledError:
+            say("cancelled")
+            raise
+        yield "last"
+    return StreamingResponse(body())
+
+@contextlib.asynccontextmanager
+async def lifespan(app):
+    say("up")
+    yield
+    say("down")
+
+def load(settings, on_progress):
+    how = sys.argv[1]
+    if how == "wait":
+        told()
+    elif how == "for ever":
+        say("loading")
+        while True:
+            on_progress(0.5)
+    elif how == "fail":
+        from llamakeep.errors import ModelError
+        raise ModelError("m.gguf is no model")
+    routes = [Route("/slow", slow), Route("/quick", lambda request: PlainTextResponse("quick"))]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    return run.Service(app, lambda: say("closed"), "tiny", 2, 512, {"ram": 1 << 30, "shared": None})
+
+def ready(service, url):
+    say("ready")
+    command.announce(settings, service, url)
+
+run.bind = bind
+logs.configure()
+settings = resolve({"model": __file__, "port": "0", "drain_s": sys.argv[2]}, environment={})
+try:
+    run.serve(settings, load, on_ready=ready)
+finally:
+    say("over")
+"""
+
+
+class Process:
+    """A server in a process of its own; its lines are waited for, never slept for."""
+
+    def __init__(self, path: Path, how: str, drain_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), how, str(drain_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.out, self.err = (
+            self._reading(stream) for stream in (self.process.stdout, self.process.stderr)
+        )
+        self.seen: list[str] = []
+        self.closing = ExitStack()
+        self.port = int(self.wait_for("port ").split()[1])
+
+    @staticmethod
+    def _reading(stream: IO[str] | None) -> queue.Queue[str | None]:
+        lines: queue.Queue[str | None] = queue.Queue()
+
+        def read() -> None:
+            assert stream is not None
+            for line in stream:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        return lines
+
+    def wait_for(self, beginning: str) -> str:
+        """Return the next line of its output that begins so."""
+        while (line := self.out.get(timeout=PATIENCE_S)) is not None:
+            self.seen.append(line.strip())
+            if line.startswith(beginning):
+                return line
+        raise AssertionError(f"no {beginning!r} in {self.seen}: {self.errors()}")
+
+    def wait_for_event(self, event: str) -> dict[str, Any]:
+        """Return the next event of that kind in its log."""
+        while (line := self.err.get(timeout=PATIENCE_S)) is not None:
+            entry = json.loads(line)
+            if entry["event"] == event:
+                return dict(entry)
+        raise AssertionError(f"no event {event!r}")
+
+    def errors(self) -> str:
+        """Return the rest of its errors."""
+        lines = iter(lambda: self.err.get(timeout=PATIENCE_S), None)
+        return "".join(line for line in lines if line)
+
+    def tell(self, word: str) -> None:
+        """Write a line to its input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, path: str) -> http.client.HTTPResponse:
+        """Return an answer whose body is still to be read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        self.closing.callback(connection.close)
+        connection.request("GET", path)
+        return self.closing.enter_context(connection.getresponse())
+
+    def end(self) -> tuple[int, list[str]]:
+        """Wait for its end; return the exit status and the lines of its output."""
+        status = self.process.wait(PATIENCE_S)
+        while (line := self.out.get(timeout=PATIENCE_S)) is not None:
+            self.seen.append(line.strip())
+        return status, [line for line in self.seen if not line.startswith("port ")]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    path = tmp_path / "server.py"
+    path.write_text(PROGRAM)
+    started: list[Process] = []
+
+    def begin(how: str = "", *, drain_s: float = 1000.0) -> Process:
+        started.append(Process(path, how, drain_s))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.closing.close()
+        each.process.kill()
+        each.process.wait(PATIENCE_S)
+        for stream in (each.process.stdin, each.process.stdout, each.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def test_who_asks_while_the_model_loads_is_told_so(start: Any) -> None:
+    server = start("wait")
+    for path in ("/health", "/v1/models"):
+        answer = server.ask(path)
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        assert json.load(answer) == {
+            "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        }
+    server.tell("go on")
+    server.wait_for("ready")
+    assert server.ask("/quick").read() == b"quick"
+
+
+def test_a_server_ends_in_order(start: Any) -> None:
+    server = start()
+    server.wait_for("ready")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == (0, ["up", "ready", "down", "closed", "over"])
+
+
+def test_a_running_answer_is_completed_and_nothing_new_is_taken(start: Any) -> None:
+    server = start()
+    server.wait_for("ready")
+    answer = server.ask("/slow")
+    assert answer.read(6) == b"first "
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait_for_event("ending")["drain_s"] == 1000.0
+    with pytest.raises(OSError, match=r"refused|reset"):  # noqa: PT012 - until the port is closed
+        while True:
+            server.ask("/quick").read()
+    server.tell("go on")
+    assert answer.read() == b"last"
+    assert server.end() == (0, ["up", "ready", "down", "closed", "over"])
+
+
+def test_what_takes_longer_than_the_drain_is_cancelled(start: Any) -> None:
+    server = start(drain_s=0.0)
+    server.wait_for("ready")
+    answer = server.ask("/slow")
+    assert answer.read(6) == b"first "
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("closed")
+    server.tell("go on")
+    status, lines = server.end()
+    assert (status, lines) == (0, ["up", "ready", "cancelled", "down", "closed", "over"])
+    with pytest.raises((http.client.IncompleteRead, OSError)):
+        answer.read()
+
+
+def test_a_second_signal_ends_at_once(start: Any) -> None:
+    server = start()
+    server.wait_for("ready")
+    answer = server.ask("/slow")
+    assert answer.read(6) == b"first "
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_event("ending")
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == (128 + signal.SIGINT, ["up", "ready"])
+
+
+def test_a_signal_while_the_model_loads_ends_the_loading(start: Any) -> None:
+    server = start("for ever")
+    server.wait_for("loading")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == (0, ["loading", "over"])
+
+
+def test_a_model_that_does_not_load_ends_the_server(start: Any) -> None:
+    server = start("fail")
+    status, lines = server.end()
+    assert (status, lines) == (1, ["over"])
+    assert "ModelError: m.gguf is no model" in server.errors()
+
+
+def test_what_is_served_is_told_as_an_event(start: Any) -> None:
+    server = start()
+    entry = server.wait_for_event("ready")
+    assert entry["url"] == f"http://127.0.0.1:{server.port}"
+    assert entry["base_url"] == f"http://127.0.0.1:{server.port}/v1"
+    assert f"curl {entry['base_url']}/chat/completions" in entry["message"]
+    assert f'OpenAI(base_url="{entry["base_url"]}"' in entry["client"]
+    assert (entry["model"], entry["slots"], entry["n_ctx"]) == ("tiny", 2, 512)
+    assert entry["tiers"] == {"ram": 1 << 30, "shared": None}
+
+
+# -- the ends that meet here: an engine on a fake model, and the application --------------------
+
+
+@pytest.fixture
+def log() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def service(model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> Iterator[run.Service]:
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logs.JsonLines())
+    logger = logging.getLogger("llamakeep")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    settings = resolve({"model": model}, environment={})
+    with engine_of() as engine:
+        monkeypatch.setattr("llamakeep.engine.load_engine", lambda *_: engine, raising=False)
+        yield run.load_service(settings, lambda _share: None)
+
+
+def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.StringIO) -> None:
+    question = {"messages": [{"role": "user", "content": "a-question"}], "max_tokens": 4}
+
+    async def ask() -> tuple[Any, str]:
+        transport = httpx.ASGITransport(service.app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            answer = await client.post("/v1/chat/completions", json=question)
+            return answer.json(), (await client.get("/metrics")).text
+
+    answer, metrics = asyncio.run(ask())
+    assert answer["usage"]["completion_tokens"] == 4
+    n_prompt = answer["usage"]["prompt_tokens"]
+    assert f"llamacpp:prompt_tokens_total {n_prompt}.0\n" in metrics
+    assert 'llamakeep_http_requests_total{endpoint="/v1/chat/completions",status="2xx"} 1.0' in (
+        metrics
+    )
+    [entry] = map(json.loads, log.getvalue().splitlines())
+    assert (entry["event"], entry["evaluated_tokens"]) == ("request", n_prompt)
+    assert "a-question" not in log.getvalue()
+    assert service.tiers == {"ram": 1 << 26}
+    assert (service.model_name, service.n_slots) == ("fake", 3)
+
+
+def test_every_route_has_a_label_of_its_own(service: run.Service) -> None:
+    paths = service.app.openapi()["paths"]  # type: ignore[attr-defined]
+    assert len(paths) > 10
+    assert {path for path in paths if endpoint_of(path) == OTHER} == set()
+
+
+def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Path) -> None:
+    flags = {"model": model, "predict": "7", "api_key": "k", "cors": "*", "timeout_s": "5"}
+    flags |= {"max_body_bytes": "1MiB", "slot_save_path": str(tmp_path), "slots": "off"}
+    options = run.options_of(resolve(flags, environment={}))
+    assert (options.n_predict, options.api_keys, options.cors) == (7, ("k",), ("*",))
+    assert (options.max_body_bytes, options.slot_save_path) == (1 << 20, tmp_path)
+    assert (options.slots, options.stall_s, options.model_path) == (False, 5.0, model)
+
+
+def test_tiers_are_read_off_the_stats() -> None:
+    below = {"tiers": {"disk": {"capacity_bytes": 5}, "shared": {"hits": 1}}}
+    assert run.tiers_of({"capacity_bytes": 9, "below": below}) == {
+        "ram": 9,
+        "disk": 5,
+        "shared": None,
+    }
+    assert run.tiers_of({}) == {}
