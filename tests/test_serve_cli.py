@@ -447,6 +447,50 @@ def test_what_is_served_is_told_as_an_event(start: Any) -> None:
     assert entry["tiers"] == {"ram": 1 << 30, "shared": None}
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def announced(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **flags: str) -> str:
+    """Return what is said on standard error of a service that is ready."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(logging.getLogger("llamakeep"), "handlers", [logging.StreamHandler(stream)])
+    monkeypatch.setattr(logging.getLogger("llamakeep"), "level", logging.INFO)
+    tiers = {"ram": 8 << 30, "disk": 20 << 30, "shared": None}
+    service = run.Service(lambda *_: None, lambda: None, "tiny\x1b[2J", 4, 8192, tiers)  # type: ignore[arg-type, return-value]
+    settings = resolve({"model": "m.gguf"} | flags, environment={})
+    command.announce(settings, service, "http://127.0.0.1:8080")
+    return stream.getvalue()
+
+
+def test_what_is_served_is_told_to_people_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *rest = announced(monkeypatch, Terminal()).splitlines()
+    assert first == (
+        "tiny\\x1b[2J is ready at http://127.0.0.1:8080 (4 slots, 8,192 tokens of context)"
+    )
+    text = "\n".join(rest)
+    assert "ram 8.00 GiB, disk 20.0 GiB, shared" in text
+    assert "curl http://127.0.0.1:8080/v1/chat/completions" in text
+    assert 'OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")' in text
+    assert "http://127.0.0.1:8080/metrics" in text
+
+
+def test_the_key_is_asked_for_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = announced(monkeypatch, Terminal(), api_key="nobody-sees-this", metrics="off")
+    assert "Authorization: Bearer YOUR-KEY" in text
+    assert 'api_key="YOUR-KEY"' in text
+    assert "nobody-sees-this" not in text
+    assert "/metrics" not in text
+
+
+def test_a_server_that_is_open_to_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warning = "anybody who reaches 0.0.0.0 may ask"
+    assert warning in announced(monkeypatch, io.StringIO(), host="0.0.0.0")
+    assert warning not in announced(monkeypatch, io.StringIO(), host="0.0.0.0", api_key="k")
+    assert warning not in announced(monkeypatch, io.StringIO(), host="127.0.0.1")
+
+
 # -- the ends that meet here: an engine on a fake model, and the application --------------------
 
 

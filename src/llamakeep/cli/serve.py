@@ -6,7 +6,6 @@ import inspect
 import logging
 import sys
 from contextlib import ExitStack
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -119,38 +118,28 @@ def serve(
         InvalidValue: For a value that cannot be meant, a port that is taken, a missing template.
         ModelError: For a missing model, and where a package is missing.
     """
-    from llamakeep.server.sources import resolve
+    try:
+        from llamakeep.server import run, sources
+    except ModuleNotFoundError as error:
+        raise ModelError(f"{_EXTRA} ({error.name} is missing)") from error
 
-    settings = resolve(flags, config=config)
+    settings = sources.resolve(flags, config=config)
     settings.check_files()
     if json:
         from llamakeep.cli import screen
 
         screen.print_json({**settings.masked(), "sources": dict(settings.sources)})
         sys.stdout.flush()  # who reads it does not wait for the end
-    run = _server()
     if check:
         run.bind(settings.host, settings.port).close()
         if not json:
-            typer.echo("llamakeep: these options can be meant; the port is free", err=True)
-        return
-    _run(run, settings)
-
-
-def _server() -> ModuleType:
-    """Return what runs a server.
-
-    Raises:
-        ModelError: Where it is not installed.
-    """
-    try:
-        from llamakeep.server import run
-    except ModuleNotFoundError as error:
-        raise ModelError(f"{_EXTRA} ({error.name} is missing)") from error
-    return run
+            typer.echo("llamakeep: these options can be meant, and the port is free", err=True)
+    else:
+        _run(run, settings)
 
 
 def _run(run: Any, settings: ServerSettings) -> None:
+    """Serve until a signal, with a bar while the model is loaded."""
     from llamakeep.cli.screen import Bar
     from llamakeep.server import logs
 
