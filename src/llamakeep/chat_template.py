@@ -642,8 +642,9 @@ class ChatTemplate:
         try:
             for piece in self._program.generate(**(extra or {}), **fixed):
                 length += len(piece)
-                meter.make(length)
-                meter.spend(-length + len(piece))
+                meter.spend(len(piece))
+                if length > meter.value_chars:
+                    meter.make(length)  # says so
                 pieces.append(piece)
         except TemplateError:
             raise
