@@ -127,8 +127,8 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
         TemplateError: For a chat template that cannot be read.
         StoreError: For a directory or server that cannot keep states.
     """
-    from llamakeep.engine import load_engine  # type: ignore[attr-defined, unused-ignore]
     from llamakeep.server.app import create_app
+    from llamakeep.server.loading import load_engine
 
     engine = load_engine(settings, on_progress)
     try:

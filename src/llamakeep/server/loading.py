@@ -1,0 +1,186 @@
+"""From settings to an engine: the model, its namespace, the tiers, the slots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import psutil
+
+from llamakeep.engine import Engine, Keeping, TreeKeeping
+from llamakeep.errors import InvalidValue
+from llamakeep.fingerprint import Namespace, read_adapters
+from llamakeep.modelfile import inspect_file
+from llamakeep.runtime.base import Runtime
+from llamakeep.server.settings import ServerSettings
+from llamakeep.stores.base import TreeStore
+from llamakeep.stores.envelope import seal_id
+from llamakeep.tiers import TierSettings
+from llamakeep.tree import PrefixTree
+
+SEGMENT_TOKENS = 256
+"""Longest span that is kept as one piece, as with `attach`: so both can share what is on disk."""
+
+
+class Tenants:
+    """The namespaces of one server's tenants, each made known to the tiers below when first used.
+
+    Args:
+        namespace: Of the server itself, whose salt all tenants have.
+        store: Hears of each.
+    """
+
+    def __init__(self, namespace: Namespace, store: TreeStore) -> None:
+        self._namespace = namespace
+        self._store = store
+        self._introduced: set[bytes] = set()
+
+    def __call__(self, salt: str) -> bytes:
+        """Return what makes the states of the tenant with this salt incompatible with others."""
+        namespace = self._namespace
+        if salt:
+            own = namespace.salt
+            own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
+            namespace = replace(namespace, salt=json.dumps([own, salt]))
+        digest = namespace.digest
+        if digest not in self._introduced:
+            self._introduced.add(digest)
+            for tier in self._store.below:
+                tier.introduce(digest, namespace.describe())
+        return digest
+
+
+def load_engine(
+    settings: ServerSettings, on_progress: Callable[[float], None] | None = None
+) -> Engine:
+    """Load the model and start an engine on it, which owns both.
+
+    Args:
+        settings: What to load, and how.
+        on_progress: Called with the share of the model that is loaded, 0 to 1.
+
+    Raises:
+        ModelError: For a file that is no model, or a context that cannot be made.
+        InvalidValue: For a value that this model cannot have, such as a context too small for its
+            slots.
+        StoreError: For a directory or server that cannot keep states.
+    """
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime
+
+    tiers = tiers_of(settings)
+    with ExitStack() as undo:
+        model = inspect_file(settings.model, cache_dir=tiers.cache_dir)
+        adapters = read_adapters(settings.adapters, cache_dir=tiers.cache_dir)
+        runtime = LlamaCppRuntime.load(
+            settings.model,
+            n_ctx=settings.ctx_size,
+            n_seqs=settings.parallel,
+            n_batch=settings.batch_size,
+            n_ubatch=settings.ubatch_size,
+            n_gpu_layers=settings.gpu_layers,
+            n_threads=settings.threads,
+            n_threads_batch=settings.threads_batch,
+            flash_attn=cast(Any, settings.flash_attn),  # one of the words that it takes
+            type_k=settings.cache_type_k,
+            type_v=settings.cache_type_v,
+            swa_full=False,
+            segment_tokens=SEGMENT_TOKENS,
+            on_progress=on_progress,
+        )
+        undo.callback(runtime.close)
+        if adapters:
+            loaded = [(runtime.load_adapter(path), scale) for path, scale in settings.adapters]
+            runtime.set_adapters(loaded)
+        namespace = Namespace(
+            model=model.fingerprint,
+            layout=runtime.traits.layout.hex(),
+            segment_tokens=SEGMENT_TOKENS,
+            family=runtime.traits.family.value,
+            rolling=runtime.traits.rolling,
+            context=runtime.namespace_settings(rope_factors=model.rope_factors),
+            build=runtime.build_facts(),
+            adapters=adapters,
+            seal=seal_id(tiers.secret),
+            salt=tiers.salt,
+            model_name=settings.model.name,
+        )
+        capacity = settings.capacity_bytes(psutil.virtual_memory().available)
+        keeping = keeping_of(settings, tiers, runtime, namespace, capacity)
+        undo.callback(keeping.close, 0.0)
+        engine = Engine(
+            runtime,
+            keeping,
+            model_name=settings.alias or settings.model.stem,
+            namespace=namespace.digest,
+            max_waiting=settings.queue,
+            park_idle=settings.cache_idle_slots,
+            align=settings.align,
+        )
+        undo.pop_all()
+    return engine
+
+
+def tiers_of(settings: ServerSettings) -> TierSettings:
+    """Return the tiers below memory that settings ask for; only the tree has any.
+
+    Raises:
+        InvalidValue: For whole prompts, or no cache, with a tier below: nothing would go there.
+    """
+    below = {
+        name: getattr(settings, name)
+        for name in ("cache_dir", "disk_bytes", "redis_url")
+        if getattr(settings, name) is not None
+    }
+    if settings.cache != "tree":
+        for name in below:
+            if name in settings.sources:
+                raise InvalidValue(
+                    f"{settings.where(name)}: --cache {settings.cache} keeps nothing outside of "
+                    "memory; --cache tree does"
+                )
+        below = {}
+    return TierSettings.resolve(
+        **below,
+        secret=settings.secret,
+        salt=settings.salt,
+        allow_unauthenticated=settings.allow_unauthenticated,
+        environment={},  # the settings have read it already
+    )
+
+
+def keeping_of(
+    settings: ServerSettings,
+    tiers: TierSettings,
+    runtime: Runtime,
+    namespace: Namespace,
+    capacity_bytes: int,
+) -> Keeping:
+    """Return what slots keep their states in.
+
+    Raises:
+        InvalidValue: For a policy that this kind of cache does not have.
+        StoreError: For a tier that cannot be opened.
+    """
+    store = tiers.open(capacity_bytes, policy=settings.policy)
+    try:
+        tree = PrefixTree(
+            store,
+            runtime.traits,
+            segment_tokens=SEGMENT_TOKENS,
+            max_checkpoints=settings.ctx_checkpoints,
+            policy=settings.policy,
+        )
+        return TreeKeeping(
+            runtime,
+            tree,
+            Tenants(namespace, store),
+            similarity=settings.slot_prompt_similarity,
+            align=settings.align,
+            min_step=settings.checkpoint_min_step,
+        )
+    except BaseException:
+        store.close(0.0)
+        raise
