@@ -155,10 +155,11 @@ def test_an_id_is_cut() -> None:
     assert len(stream.getvalue()) < 1000
 
 
-def test_uvicorn_logs_in_the_same_form_and_only_what_matters() -> None:
+@pytest.mark.parametrize("name", ["uvicorn.error", "asyncio", "llama-cpp-python"])
+def test_others_log_in_the_same_form_and_only_what_matters(name: str) -> None:
     stream = written(readable=False)
-    logging.getLogger("uvicorn.error").info("Started server process")
-    logging.getLogger("uvicorn.error").error("Invalid HTTP request received.")
+    logging.getLogger(name).info("Started server process")
+    logging.getLogger(name).error("Invalid HTTP request received.")
     [entry] = entries(stream)
     assert (entry["level"], entry["event"]) == ("error", "log")
 

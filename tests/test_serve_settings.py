@@ -285,6 +285,12 @@ def test_masked_settings_are_json() -> None:
     assert list(shown) == [option.name for option in OPTIONS]
 
 
+@pytest.mark.parametrize("empty", ["", " , ", [""]])
+def test_an_empty_key_lets_nobody_in(empty: object) -> None:
+    with pytest.raises(InvalidValue, match=r"^--api-key has a value that cannot be meant"):
+        of(api_key=empty)
+
+
 def test_keys_come_from_flags_and_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# mine\nfirst\n\n second \n")

@@ -1,8 +1,9 @@
 """What a server logs: for people on a terminal, else one JSON object a line.
 
-Everything goes through the logger `llamakeep`, and uvicorn's own logs take the same form. What is
-told of a request are numbers and words of ours: no prompt, no answer and no key is ever logged.
-What clients chose (an id, a path) cannot make lines of its own: control characters are escaped.
+Everything goes through the logger `llamakeep`, and what other packages log takes the same form.
+What is told of a request are numbers and words of ours: no prompt, no answer and no key is ever
+logged. What clients chose (an id, a path) cannot make lines of its own: control characters are
+escaped.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from llamakeep.server.records import RequestRecord
 
 logger = logging.getLogger("llamakeep")
 
-LOGGERS = {"llamakeep": logging.INFO, "uvicorn": logging.WARNING}
-"""What is logged, and from which level on."""
+LOGGERS = {"": logging.WARNING, "llamakeep": logging.INFO, "uvicorn": logging.WARNING}
+"""What is logged, and from which level on; "" is everything else."""
 
 _MOST_ID_LETTERS = 80
 
@@ -133,7 +134,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(stream: TextIO | None = None, *, readable: bool | None = None) -> logging.Handler:
-    """Log what `LOGGERS` says to a stream, and nowhere else.
+    """Log what `LOGGERS` says to a stream, and nowhere else. Of the whole process.
 
     Args:
         stream: None for standard error.

@@ -206,6 +206,14 @@ def many(read: Callable[[Any], Any], metavar: str, *, is_path: bool = False) -> 
     return Kind(read_all, metavar, repeatable=True, is_path=is_path)
 
 
+def read_keys(value: Any) -> tuple[str, ...]:
+    """Read keys; none at all is refused, for that would let everybody in."""
+    keys: tuple[str, ...] = many(read_text, "KEY").read(value)
+    if not keys:
+        raise InvalidValue("must not be empty")
+    return keys
+
+
 TEXT = Kind(read_text, "TEXT")
 SWITCH = Kind(_read_switch, show=lambda value: "on" if value else "off")
 SIZE = Kind(_read_size, "SIZE", show=format_bytes)

@@ -28,12 +28,12 @@ from llamakeep.server.options import (
     option,
     or_none,
     read_file,
+    read_keys,
     read_layers,
     read_name,
     read_origin,
     read_ram,
     read_scaled,
-    read_text,
     read_unified,
     real,
     whole,
@@ -333,7 +333,7 @@ class ServerSettings:
         metadata=option(
             NETWORK,
             "--api-key",
-            many(read_text, "KEY"),
+            Kind(read_keys, "KEY", repeatable=True),
             "Only who has this key may ask. Others can read flags: --api-key-file is better.",
         ),
     )
