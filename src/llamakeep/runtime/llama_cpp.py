@@ -15,17 +15,14 @@ import contextlib
 import ctypes
 import itertools
 import logging
-import os
-import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from llamakeep.errors import (
     DecodeError,
@@ -58,6 +55,26 @@ from llamakeep.runtime.layout import (
     learn_recurrent,
     with_stops,
 )
+from llamakeep.runtime.llama_load import (
+    KV_TYPES as KV_TYPES,
+)
+from llamakeep.runtime.llama_load import (
+    FlashAttention,
+    MadeWith,
+    OwnContext,
+    build_facts,
+    computed_settings,
+    flash_type,
+    kv_type,
+    load_model,
+    model_params,
+)
+from llamakeep.runtime.llama_load import (
+    check_gguf as check_gguf,
+)
+from llamakeep.runtime.llama_load import (
+    usable_cores as usable_cores,
+)
 from llamakeep.runtime.llama_sampler import LlamaSampler
 from llamakeep.runtime.llama_text import Vocabulary as Vocabulary
 from llamakeep.runtime.sampling import settle
@@ -78,44 +95,12 @@ WHOLE: Final = 0
 PARTIAL: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 ON_DEVICE: Final = llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 _EVERYTHING: Final = -1
+_MOST: Final = 2**31 - 1
 _NO_CELLS: Final = 1  # of llama_decode: "could not find a KV slot for the batch"
 _PROBE_TOKENS: Final = 18
 _REMOVALS: Final = ("kv_cache_seq_rm", "memory_seq_rm")  # of this and other builds
-_COMPUTED_BY: Final = (
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-    "attention_type",
-    "ctx_type",
-    "flash_attn_type",
-    "type_k",
-    "type_v",
-    "kv_unified",
-)
 
 _generations = itertools.count(1)  # of device checkpoints; never the same twice in a process
-
-
-class _Context:
-    """A context of our own, closed the way llama-cpp-python's `LlamaContext` is."""
-
-    def __init__(self, model: Any, params: Any) -> None:
-        self.ctx = llama_cpp.llama_init_from_model(model, params)
-        if self.ctx is None:
-            raise ModelError(
-                f"llama.cpp could not make a context (n_ctx={params.n_ctx}, type_k={params.type_k}"
-                f", type_v={params.type_v}, flash_attn_type={params.flash_attn_type})"
-            )
-
-    def close(self) -> None:
-        if self.ctx is not None:
-            llama_cpp.llama_free(self.ctx)
-            self.ctx = None
 
 
 class _Batch:
@@ -169,6 +154,7 @@ class LlamaCppRuntime:
     Args:
         context: Object whose `ctx` is the native context (None once closed) and that has `close`.
         model: The native model.
+        made: What both were made with.
         n_seqs: Sequences for the caller; the context has at least one more, the spare.
         swa_full: The context keeps sliding-window rows of the whole context.
         segment_tokens: The longest segment that will be read; decides whether sliding-window rows
@@ -183,12 +169,14 @@ class LlamaCppRuntime:
         context: Any,
         model: Any,
         *,
+        made: MadeWith,
         n_seqs: int,
         swa_full: bool,
         segment_tokens: int,
     ) -> None:
         self._context = context
         self._model = model
+        self._made = made
         self._owned = contextlib.ExitStack()
         self._mem = llama_cpp.llama_get_memory(context.ctx)
         if self._mem is None:
@@ -225,11 +213,15 @@ class LlamaCppRuntime:
         n_ubatch: int = 512,
         n_gpu_layers: int = 0,
         n_threads: int | None = None,
-        flash_attn: bool = False,
-        type_k: int | None = None,
-        type_v: int | None = None,
+        n_threads_batch: int | None = None,
+        flash_attn: FlashAttention = False,
+        type_k: int | str | None = None,
+        type_v: int | str | None = None,
         swa_full: bool = True,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
         segment_tokens: int = 256,
+        on_progress: Callable[[float], None] | None = None,
         verbose: bool = False,
     ) -> LlamaCppRuntime:
         """Load a model and make a context with `n_seqs` sequences and the spare one.
@@ -241,55 +233,61 @@ class LlamaCppRuntime:
             n_batch: Most tokens a native call evaluates.
             n_ubatch: Most tokens a compute graph evaluates.
             n_gpu_layers: Layers on the GPU; -1 for all.
-            n_threads: Threads for evaluation; None for as many as there are physical cores.
-            flash_attn: Use flash attention.
-            type_k: ggml type of the keys; None for f16.
-            type_v: ggml type of the values; None for f16.
+            n_threads: Threads for evaluating single tokens; None for as many as there are
+                physical cores.
+            n_threads_batch: Threads for evaluating several tokens; None for `n_threads`.
+            flash_attn: Use flash attention: `on` or True, `off` or False, or `auto` where
+                llama.cpp finds that the device can.
+            type_k: Type of the keys, one of `KV_TYPES` or its number; None for f16.
+            type_v: Type of the values; others than f32, f16 and bf16 need flash attention.
             swa_full: Keep sliding-window rows of the whole context.
+            use_mmap: Map the file instead of reading it, where that works.
+            use_mlock: Keep the model in memory; a warning of llama.cpp's where that fails.
             segment_tokens: The longest segment that will be read.
+            on_progress: Called with 0 to 1 while the file is loaded; what it raises ends that.
             verbose: Let llama.cpp log to standard error.
 
         Raises:
-            ModelError: For a file that is missing or not a model, with its path.
-            InvalidValue: For a negative number.
+            ModelError: For a file that is missing or not a model, with its path, or when no
+                context can be made of it, with its settings.
+            InvalidValue: For a number or name that cannot be meant.
         """
         for name, value, least in (
             ("n_ctx", n_ctx, 0),
             ("n_seqs", n_seqs, 1),
             ("n_batch", n_batch, 1),
+            ("n_ubatch", n_ubatch, 1),
+            ("n_gpu_layers", n_gpu_layers, -1),
+            ("n_threads", 1 if n_threads is None else n_threads, 1),
+            ("n_threads_batch", 1 if n_threads_batch is None else n_threads_batch, 1),
         ):
-            whole_number(name, value, least)
-        check_gguf(model_path)
-        logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if verbose else logging.ERROR)
-        llama_cpp.llama_backend_init()
-        model_params = llama_cpp.llama_model_default_params()
-        model_params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers == -1 else n_gpu_layers
-        model = llama_cpp.llama_model_load_from_file(str(model_path).encode(), model_params)
-        if model is None:
-            raise ModelError(f"llama.cpp could not load {model_path}")
+            if whole_number(name, value, least) > _MOST:
+                raise InvalidValue(f"{name} must be {_MOST} at most, not {value}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
         n_batch = max(n_batch, n_seqs + 1)  # llama.cpp aborts below it
         params.n_batch, params.n_ubatch = n_batch, min(n_batch, n_ubatch)
         params.n_seq_max, params.kv_unified = n_seqs + 1, True
-        params.n_threads = params.n_threads_batch = n_threads or usable_cores()
-        params.flash_attn_type = (
-            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if flash_attn
-            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        params.n_threads = n_threads or usable_cores()
+        params.n_threads_batch = n_threads_batch or params.n_threads
+        params.flash_attn_type = flash_type(flash_attn)
         params.swa_full = swa_full
-        if type_k is not None:
-            params.type_k = type_k
-        if type_v is not None:
-            params.type_v = type_v
+        for name, kind in (
+            ("type_k", kv_type("type_k", type_k)),
+            ("type_v", kv_type("type_v", type_v)),
+        ):
+            if kind is not None:
+                setattr(params, name, kind)
+        loading = model_params(n_gpu_layers=n_gpu_layers, use_mmap=use_mmap, use_mlock=use_mlock)
+        model = load_model(model_path, loading, on_progress=on_progress, verbose=verbose)
         with contextlib.ExitStack() as undo:
             undo.callback(llama_cpp.llama_model_free, model)
-            context = _Context(model, params)
+            context = OwnContext(model, params)
             undo.callback(context.close)
             runtime = cls(
                 context,
                 model,
+                made=MadeWith(params, loading),
                 n_seqs=n_seqs,
                 swa_full=swa_full,
                 segment_tokens=segment_tokens,
@@ -326,6 +324,7 @@ class LlamaCppRuntime:
         return cls(
             llm._ctx,
             llm._model.model,
+            made=_made_with(llm),
             n_seqs=1,
             swa_full=bool(params.swa_full),
             segment_tokens=segment_tokens,
@@ -869,59 +868,41 @@ class LlamaCppRuntime:
     def context_settings(llm: Any, *, rope_factors: bool = True) -> dict[str, Any]:
         """Return the settings of a `Llama` that change what is computed, as they take effect.
 
-        What llama.cpp can be asked about is what it says, so that a default and the same value set
-        by hand are equal, and so are settings without effect here. A default that llama.cpp takes
-        from the model without telling (as `rope_freq_base=0`) stays as it is: at worst a miss.
-
-        Where the work is done counts (layers on the GPU, attention with them or not): other
-        devices have kernels of other precision. How much work is done at a time, or by how many
-        equal devices, does not.
+        See `computed_settings`. It is a runtime's `namespace_settings`, for models without one.
 
         Args:
             llm: The model, with its context.
             rope_factors: The file has rope factors that llama.cpp chooses by the size of the
                 context, see `inspect_file`; True if unknown.
         """
-        params, model = llm.context_params, llm._model.model
-        settings = {name: getattr(params, name) for name in _COMPUTED_BY if hasattr(params, name)}
-        for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
-            settings[name] = max(-1.0, settings[name])  # below 0: the model's
-        if settings["rope_scaling_type"] == llama_cpp.LLAMA_ROPE_SCALING_TYPE_NONE:
-            settings["rope_freq_scale"] = 1.0
-        elif not settings["rope_freq_scale"]:
-            trained = llama_cpp.llama_model_rope_freq_scale_train(model)
-            settings["rope_freq_scale"] = float(trained)
-        offloads = bool(llama_cpp.llama_supports_gpu_offload())
-        all_layers = int(llama_cpp.llama_model_n_layer(model)) + 1
-        wanted = int(llm.model_params.n_gpu_layers) if offloads else 0
-        layers = min(wanted, all_layers) if wanted >= 0 else all_layers
-        has_window = int(llama_cpp.llama_model_n_swa(model)) > 0
-        overrides = dict(getattr(llm, "kv_overrides", None) or {})
-        return settings | {
-            "kv_overrides": overrides,
-            "long_rope": rope_factors and _is_long(llm, overrides),
-            "n_gpu_layers": layers,
-            "offload_kqv": bool(params.offload_kqv) and layers > 0,
-            "op_offload": bool(params.op_offload) and offloads,
-            "swa_full": bool(params.swa_full) and has_window,
-        }
+        return computed_settings(
+            _made_with(llm),
+            llm._model.model,
+            llm._ctx.ctx,
+            llm.metadata,
+            rope_factors=rope_factors,
+        )
 
     @staticmethod
     def build_facts() -> dict[str, Any]:
         """Return what computes: versions of the package, of llama.cpp and its states, backends."""
-        backends = ["CPU"]
-        if llama_cpp.llama_supports_gpu_offload():
-            known = llama_cpp.llama_print_system_info().decode("utf-8", "replace")
-            backends = sorted(set(re.findall(r"(\w+) : ", known)))
-        facts = {
-            "llama_cpp_python": str(llama_cpp.__version__),
-            "state_seq_version": int(llama_cpp.LLAMA_STATE_SEQ_VERSION),
-            "session_version": int(llama_cpp.LLAMA_SESSION_VERSION),
-            "backends": " ".join(backends),
-        }
-        if hasattr(llama_cpp, "llama_version"):  # not in every build
-            facts["llama_cpp"] = llama_cpp.llama_version().decode("utf-8", "replace")
-        return facts
+        return build_facts()
+
+    def namespace_settings(self, *, rope_factors: bool = True) -> dict[str, Any]:
+        """Return the settings that change what is computed, as they take effect.
+
+        Equal for equal settings, whether the model was loaded here or is a `Llama`'s. See
+        `computed_settings`.
+
+        Args:
+            rope_factors: The file has rope factors that llama.cpp chooses by the size of the
+                context, see `inspect_file`; True if unknown.
+
+        Raises:
+            KeeperClosed: When the model is closed.
+        """
+        ctx, metadata = self._ctx, self._vocabulary.metadata
+        return computed_settings(self._made, self._model, ctx, metadata, rope_factors=rope_factors)
 
     # -- start and end -----------------------------------------------------------------------
 
@@ -1037,21 +1018,6 @@ def _family(model: Any) -> Family:
     return Family.SWA if window else Family.ATTENTION
 
 
-def _is_long(llm: Any, overrides: Mapping[str, Any]) -> bool | int:
-    """Whether llama.cpp takes the long rope factors: the context exceeds the original one.
-
-    As `llama_model::get_rope_factors` decides it. Where the original size is not known, returns the
-    context's: then contexts of one size are alike.
-    """
-    n_ctx = int(llama_cpp.llama_n_ctx_seq(llm._ctx.ctx))
-    arch = llm.metadata.get("general.architecture", "")
-    for name in ("rope.scaling.original_context_length", "context_length"):
-        original = overrides.get(f"{arch}.{name}", llm.metadata.get(f"{arch}.{name}"))
-        if original is not None:
-            return n_ctx > int(original)
-    return n_ctx
-
-
 def _pointer(data: Buffer) -> Any:
     return ctypes.cast(data.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
 
@@ -1070,28 +1036,9 @@ def _set_adapters(ctx: Any, adapters: Sequence[tuple[Any, float]]) -> None:
         raise ModelError(f"llama.cpp refused {n} LoRA adapters")
 
 
-def usable_cores() -> int:
-    """Return the physical cores, or the processors this process may use if those are fewer.
-
-    llama.cpp's threads wait for each other by spinning: more of them than cores cost time.
-    """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(psutil.cpu_count(logical=False) or usable or 1, usable or 1)
-
-
-def check_gguf(path: str | Path, what: str = "model") -> None:
-    """Check that a file exists and begins like a GGUF file.
-
-    Raises:
-        ModelError: With the path and what is wrong.
-    """
-    try:
-        with open(path, "rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(f"cannot read the {what} {path}: {error.strerror or error}") from error
-    if magic != b"GGUF":
-        raise ModelError(f"{path} is not a GGUF file (it begins with {magic!r})")
+def _made_with(llm: Any) -> MadeWith:
+    overrides = dict(getattr(llm, "kv_overrides", None) or {})
+    return MadeWith(llm.context_params, llm.model_params, overrides)
 
 
 def load_llama(path: str | Path, **options: Any) -> Any:
@@ -1194,14 +1141,9 @@ def load_vocab(path: str | Path) -> Vocabulary:
     Raises:
         ModelError: With the path, when it cannot be loaded or has no vocabulary.
     """
-    check_gguf(path)
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
-    llama_cpp.llama_backend_init()
-    params = llama_cpp.llama_model_default_params()
+    params = model_params()
     params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    if model is None:
-        raise ModelError(f"llama.cpp could not load the vocabulary of {path}")
+    model = load_model(path, params, what="the vocabulary of ")
     return Vocabulary(model, free=lambda: llama_cpp.llama_model_free(model))
 
 
