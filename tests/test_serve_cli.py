@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -272,9 +272,9 @@ finally:
 class Process:
     """A server in a process of its own; its lines are waited for, never slept for."""
 
-    def __init__(self, path: Path, how: str, drain_s: float) -> None:
+    def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(path), how, str(drain_s)],
+            [sys.executable, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -285,7 +285,7 @@ class Process:
         )
         self.seen: list[str] = []
         self.closing = ExitStack()
-        self.port = int(self.wait_for("port ").split()[1])
+        self.port = 0
 
     @staticmethod
     def _reading(stream: IO[str] | None) -> queue.Queue[str | None]:
@@ -343,13 +343,12 @@ class Process:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    path = tmp_path / "server.py"
-    path.write_text(PROGRAM)
+def launch() -> Iterator[Callable[..., Process]]:
+    """Start processes that do not outlive the test."""
     started: list[Process] = []
 
-    def begin(how: str = "", *, drain_s: float = 1000.0) -> Process:
-        started.append(Process(path, how, drain_s))
+    def begin(*command: str) -> Process:
+        started.append(Process(*command))
         return started[-1]
 
     yield begin
@@ -360,6 +359,19 @@ def start(tmp_path: Path) -> Iterator[Any]:
         for stream in (each.process.stdin, each.process.stdout, each.process.stderr):
             assert stream is not None
             stream.close()
+
+
+@pytest.fixture
+def start(launch: Callable[..., Process], tmp_path: Path) -> Callable[..., Process]:
+    path = tmp_path / "server.py"
+    path.write_text(PROGRAM)
+
+    def begin(how: str = "", *, drain_s: float = 1000.0) -> Process:
+        server = launch(str(path), how, str(drain_s))
+        server.port = int(server.wait_for("port ").split()[1])
+        return server
+
+    return begin
 
 
 def test_who_asks_while_the_model_loads_is_told_so(start: Any) -> None:
@@ -508,7 +520,7 @@ def service(model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> It
     monkeypatch.setattr(logger, "level", logging.INFO)
     settings = resolve({"model": model}, environment={})
     with engine_of() as engine:
-        monkeypatch.setattr("llamakeep.engine.load_engine", lambda *_: engine, raising=False)
+        monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
         yield run.load_service(settings, lambda _share: None)
 
 
@@ -558,3 +570,41 @@ def test_tiers_are_read_off_the_stats() -> None:
         "shared": None,
     }
     assert run.tiers_of({}) == {}
+
+
+# -- all of it, with a real model ----------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_the_command_serves_a_model_and_keeps_what_it_read(
+    launch: Callable[..., Process], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    command = ["-m", "llamakeep", "serve", "-m", str(tiny_model("attention")), "-c", "1024"]
+    command += ["-ngl", "0", "-t", "1", "--port", "0", "--cache-dir", str(tmp_path / "kept")]
+    body = {"prompt": list(range(10, 210)), "n_predict": 2}
+    cached = []
+    for _ in range(2):
+        server = launch(*command)
+        ready = server.wait_for_event("ready")
+        assert {"ram", "disk"} <= set(ready["tiers"])
+        answer = httpx.post(f"{ready['url']}/completion", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        cached.append(answer.json()["timings"]["cache_n"])
+        assert server.wait_for_event("request")["reused_tokens"] == cached[-1]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == (0, [])
+    assert cached[0] == 0
+    assert cached[1] >= 190
+
+
+@pytest.mark.model
+def test_a_file_that_is_no_model_is_one_line(
+    launch: Callable[..., Process], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF and then nothing")
+    server = launch("-m", "llamakeep", "serve", "-m", str(path), "--port", "0")
+    assert server.end() == (2, [])
+    errors = server.errors()
+    assert errors.startswith(f"llamakeep: {path}")
+    assert errors.count("\n") == 1
