@@ -214,6 +214,43 @@ class Inbox:
             ticket.cancel()
 
 
+class Watch:
+    """Notices that the client hung up, while nothing is sent to it. A context manager.
+
+    Args:
+        receive: Of the request, whose body was read.
+        inbox: Is poked then.
+
+    Attributes:
+        gone: It did.
+    """
+
+    def __init__(self, receive: Receive, inbox: Inbox) -> None:
+        self.gone = False
+        self._receive = receive
+        self._inbox = inbox
+
+    async def __aenter__(self) -> Watch:
+        self._task = asyncio.ensure_future(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._inbox.poke()
+
+    def check(self) -> None:
+        """Raise `ClientGone` if nobody waits any more."""
+        if self.gone:
+            raise ClientGone
+
+
 async def collect(engine: Engine, requests: Sequence[Request], receive: Receive) -> list[Answer]:
     """Ask, and wait for all answers.
 
@@ -223,26 +260,15 @@ async def collect(engine: Engine, requests: Sequence[Request], receive: Receive)
     """
     answers = [Answer(request, index) for index, request in enumerate(requests)]
     inbox = Inbox(0, eager=False)
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        inbox.poke()
-
     inbox.submit(engine, requests)
-    watcher = asyncio.ensure_future(watch())
     try:
-        while inbox.is_open:
-            for index, update in await inbox.take():
-                if isinstance(update, Failed):
-                    raise update.error
-                answers[index].take(update)
-            if gone:
-                raise ClientGone
+        async with Watch(receive, inbox) as watch:
+            while inbox.is_open:
+                for index, update in await inbox.take():
+                    if isinstance(update, Failed):
+                        raise update.error
+                    answers[index].take(update)
+                watch.check()
     finally:
-        watcher.cancel()
         inbox.cancel()
     return answers

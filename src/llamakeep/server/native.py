@@ -63,7 +63,7 @@ def completions(context: Context) -> APIRouter:
         )
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
-            return await stream(engine, requests, encoder, options)
+            return await stream(engine, requests, request.receive, encoder, options)
         answers = [encoder.whole(each) for each in await collect(engine, requests, request.receive)]
         return answer_json(answers[0] if len(answers) == 1 else answers)
 

@@ -57,7 +57,7 @@ async def _answer(
         label=label,
     )
     if body.stream:
-        return await stream(context.engine, requests, encoder, context.options)
+        return await stream(context.engine, requests, request.receive, encoder, context.options)
     answers = await collect(context.engine, requests, request.receive)
     return answer_json(encoder.whole(answers))
 

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from llamakeep.engine.request import Failed, Request, Update
-from llamakeep.server.answers import Answer, Inbox
+from llamakeep.server.answers import Answer, Inbox, Watch
 from llamakeep.server.errors import api_error
 from llamakeep.server.ports import Engine, ServerOptions
 from llamakeep.server.wire import dumps
@@ -156,7 +156,11 @@ class _Pinger:
 
 
 async def stream(
-    engine: Engine, requests: Sequence[Request], encoder: Encoder, options: ServerOptions
+    engine: Engine,
+    requests: Sequence[Request],
+    receive: Receive,
+    encoder: Encoder,
+    options: ServerOptions,
 ) -> EventStream:
     """Ask, and return the stream of all answers once the first of them has begun.
 
@@ -164,21 +168,23 @@ async def stream(
     after `ping_s` the stream begins anyway.
 
     Raises:
+        ClientGone: When the client hung up before.
         Exception: What the engine refuses, or why the first answer failed.
     """
     answers = [Answer(request, index, keep=False) for index, request in enumerate(requests)]
     inbox = Inbox(options.backlog)
     inbox.submit(engine, requests)
+    timer = asyncio.get_running_loop().call_later(options.ping_s, inbox.poke)
     try:
-        timer = asyncio.get_running_loop().call_later(options.ping_s, inbox.poke)
-        try:
+        async with Watch(receive, inbox) as watch:
             first = await inbox.take()
-        finally:
-            timer.cancel()
+            watch.check()
         for _, update in first:
             if isinstance(update, Failed):
                 raise update.error
     except BaseException:
         inbox.cancel()
         raise
+    finally:
+        timer.cancel()
     return EventStream(inbox, first, answers, encoder, options)
