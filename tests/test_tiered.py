@@ -302,6 +302,32 @@ def test_a_tail_that_waits_is_not_written_when_a_longer_one_takes_its_place(
     assert not store.holds(old)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_what_hangs_off_a_tail_goes_down_with_the_longer_one(
+    make: Any, disk: FakeTier, written: bool
+) -> None:
+    """A checkpoint at a tail's end waits while the answer makes the tail longer, twice."""
+    store = make()
+    tails = [NAMES.segment(0, end) for end in (5, 9, 14)]
+    checkpoint = NAMES.checkpoint(0, 5)
+    disk.gate.clear()
+    store.put(name_of("first in the queue"), 10, lambda: blob(10))
+    names = [put(store, tails[0]), put(store, checkpoint)]
+    store.seen(path(names), 5, used=False)
+    for before, after in zip(tails, tails[1:], strict=False):
+        put(store, after)
+        store.supersede(before.name, after.name)
+    if written:
+        store.seen(path([tails[2].name]), 14, used=False)
+    disk.gate.set()
+    assert store.flush(5)
+    if not written:
+        store.seen(path([tails[2].name]), 14, used=False)
+        assert store.flush(5)
+    assert {checkpoint.name, tails[2].name} <= set(disk)
+    assert not {tails[0].name, tails[1].name} & set(disk)
+
+
 def test_a_tail_that_was_written_goes_only_when_the_longer_one_is_there(
     make: Any, disk: FakeTier
 ) -> None:

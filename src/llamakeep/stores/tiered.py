@@ -38,6 +38,8 @@ _WORTH_A_THREAD = 1 << 20
 _END: Any = object()
 _MAX_JOBS = 4_096
 """Paths that wait to be told to a tier; of more than these, uses are not told."""
+_MAX_REPLACED = 4_096
+"""Tails of which it is remembered what took their place."""
 
 
 class _Write:
@@ -113,6 +115,7 @@ class TieredStore:
         self._budget = ByteBudget(whole_number("queue_bytes", queue_bytes, 0))
         self._behind = {tier: Behind() for tier in below}
         self._writes: dict[bytes, _Write] = {}  # what some tier lacks, by name
+        self._replaced: dict[bytes, bytes] = {}  # tails, by what took their place
         self._closed = False
         self._begin()
         _open.add(self)
@@ -299,6 +302,13 @@ class TieredStore:
                 if name not in absent and (write is None or tier not in write.missing):
                     continue
                 data = self._in_memory(name)
+                if data is None and (newer := self._newer(name)) is not None:
+                    # What hangs off a tail hangs off the longer one that took its place.
+                    write = self._writes.get(newer)
+                    if newer not in tier.touch([newer], hit=False):
+                        continue
+                    name, place = newer, write.place if write is not None else None
+                    data = self._in_memory(newer) if place is not None else None
                 if data is None:
                     self._count(f"cut_off_{tier.tier}")
                     break  # nothing goes down without what it hangs off
@@ -310,6 +320,14 @@ class TieredStore:
                     self._note_written(tier, name, write)
         finally:
             self._end(tier, path)
+
+    def _newer(self, name: bytes) -> bytes | None:
+        """Return the tail that has taken a tail's place, the longest one; None without one."""
+        with self._lock:
+            newer = self._replaced.get(name)
+            while newer is not None and newer in self._replaced:
+                newer = self._replaced[newer]
+            return newer
 
     def _note_written(self, tier: Tier, name: bytes, write: _Write) -> None:
         with self._lock:
@@ -355,6 +373,10 @@ class TieredStore:
             self._count("cancelled")
         replaced = [old, *(before.instead_of if before is not None else ())]
         with self._lock:
+            self._replaced.pop(new, None)  # it is there again: no circle
+            self._replaced[old] = new
+            while len(self._replaced) > _MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
             after = self._writes.get(new)
             attached = after is not None and not after.queued
             if after is not None and attached:
