@@ -481,6 +481,98 @@ def test_a_copy_shares_the_states_and_nothing_else(restore: Any) -> None:
     other.check()
 
 
+class Backwards:
+    """Drops the deepest first."""
+
+    name = "backwards"
+
+    def rank(self, kept: Kept, now: float) -> tuple[float, int]:
+        return -float(kept.n_tokens), kept.sequence
+
+
+@proven
+@pytest.mark.parametrize("how", ["copy", "taking_over"])
+def test_a_list_made_of_another_has_its_settings(how: str, restore: Any) -> None:
+    recorder, ticks = Recorder(), iter(range(1, 100))
+    policy = Backwards()
+    kept = made(
+        3,
+        7,
+        restore,
+        limit_bytes=3 * STATE_BYTES,
+        policy=policy,
+        min_evaluated=5,
+        emit=recorder,
+        clock=lambda: float(next(ticks)),
+    )
+    kept.resume(0, as_tokens(run(50)), live_pos_min=-1)
+    for position in (10, 20, 30):
+        put(kept, run(position))
+    # Of another list only the checkpoints are taken over, with what they say of each other.
+    other = kept.copy() if how == "copy" else kept.taking_over(filled([10, 20, 30]), 40)
+    recorder.clear()
+    assert (other.limit, other.min_step, other.limit_bytes) == (3, 7, 3 * STATE_BYTES)
+    assert other.restore == restore
+    assert other.n_bytes == 3 * STATE_BYTES
+    before = next(ticks)
+    put(other, run(40))
+    assert at(other) == [10, 20, 40]  # by the policy
+    newest = list(other)[-1]
+    assert newest.created == newest.last_used == before + 2  # the policy looked at it too
+    assert [event["event"] for event in recorder] == ["checkpoint_created"]
+    found = other.find(42, as_tokens(run(44)), live_pos_min=50)
+    assert found.n_past == (20 if restore == "prefix" else 0)  # 39 at most
+    other.check()
+
+
+@pytest.mark.parametrize("how", ["copy", "taking_over"])
+def test_a_list_made_of_another_goes_on_where_that_one_was(how: str) -> None:
+    kept = made(8, restore="prefix")
+    kept.resume(0, as_tokens(run(50)), live_pos_min=-1)
+    for position in (10, 20, 30):
+        put(kept, run(position))
+    kept.resume(30, as_tokens(run(50)), live_pos_min=40)
+    other = kept.copy() if how == "copy" else made(restore="prefix").taking_over(kept, 40)
+    for name in ("sequence", "hits", "created", "last_used", "prefix", "gap_before", "gap_after"):
+        ours, theirs = ([getattr(each, name) for each in each_of] for each_of in (other, kept))
+        assert ours == theirs, name
+    assert [each.gap_after for each in other] == [10, 10, 20]  # to the end of the prompt
+    put(other, run(47))
+    assert [each.prompt_end for each in other] == [False, False, False, True]
+    sequences = [each.sequence for each in other]
+    assert sequences == sorted(set(sequences))
+
+
+def test_a_part_of_a_list_knows_its_new_neighbours() -> None:
+    kept = made(8, restore="prefix")
+    kept.resume(0, as_tokens(run(50)), live_pos_min=-1)
+    for position in (10, 20, 30):
+        put(kept, run(position))
+    assert [(each.gap_before, each.gap_after) for each in kept.copy("last")] == [(30, 20)]
+    part = made(restore="prefix").taking_over(kept, 20)
+    assert [(each.gap_before, each.gap_after) for each in part] == [(10, 10), (10, 30)]
+    assert [each.gap_after for each in kept] == [10, 10, 20]
+    for other in (kept.copy(), made(restore="prefix").taking_over(kept, 40)):
+        for ours, theirs in zip(other, kept, strict=True):
+            assert ours is not theirs
+            assert ours.data is theirs.data
+
+
+@everywhere
+def test_what_cannot_be_taken_over_stays_behind_and_drops_nothing(restore: Any) -> None:
+    kept = made(restore="prefix")
+    for position, n_bytes in ((10, 50), (20, 101), (30, 50)):
+        put(kept, run(position), n_bytes=n_bytes)
+    data = on_device(run(40), 1)
+    kept.create(data, id_task=0, pos_min=39, pos_max=39, n_tokens=40, tokens=as_tokens(run(40)))
+    taken = made(restore=restore, limit_bytes=100).taking_over(kept, 50)
+    assert at(taken) == [10, 30]
+    taken.check()
+    for limits in ({"limit": 0}, {"limit_bytes": 0}):
+        assert not len(made(restore=restore, **limits).taking_over(kept, 50))
+    assert at(kept) == [10, 20, 30, 40]
+
+
 def test_a_copy_can_be_smaller() -> None:
     kept = filled([10, 30, 20])
     assert at(kept.copy("last")) == [30]

@@ -712,6 +712,32 @@ def test_in_keep_of_two_equals_the_one_used_last_is_taken() -> None:
     assert [entry.hits for entry in cache] == [0, 1, 0]
 
 
+def test_in_keep_a_hit_is_one_of_the_checkpoint_that_was_restored() -> None:
+    cache = make(1000, **KEEP)
+    put(cache, span(20), 10, listed([5, 10], 5, span(20)))
+    entry = next(iter(cache))
+    assert entry.checkpoints is not None
+    first, second = entry.checkpoints
+    stored = first.last_used
+    loaded(cache, np.append(span(12), array(900)).astype(np.int32))
+    assert [(each.hits, each.last_used) for each in (first, second)] == [
+        (0, stored),
+        (1, entry.last_used),
+    ]
+    loaded(cache, span(21))  # all of it: no checkpoint has a part in that
+    assert (entry.hits, first.hits, second.hits) == (2, 0, 1)
+
+
+def test_what_another_namespace_holds_makes_no_entry_cheaper() -> None:
+    cache = make(1000, **KEEP)
+    for namespace, n_tokens in ((b"a", 20), (b"b", 30), (b"b", 10)):
+        tokens = np.append(span(n_tokens - 1), array(900 + n_tokens)).astype(np.int32)
+        _, entry = cache.alloc(tokens, 10, namespace=namespace)
+        assert entry is not None
+        cache.fill(entry, whole(n_tokens, 10))
+    assert [entry.marginal_tokens for entry in cache] == [20, 30 - 9, 10 - 9]
+
+
 @pytest.mark.parametrize("policy", policy_names("prompts"))
 def test_every_policy_for_prompts_keeps_within_the_limit(policy: str) -> None:
     cache = make(100, policy=policy, **KEEP)

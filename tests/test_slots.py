@@ -488,7 +488,76 @@ def test_real_models_answer_as_in_a_cold_run(
     plain.close()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cache_is_updated_after_each_idle_slot_that_was_saved(mode: str) -> None:
+    slots = make(n_seqs=3, mode=mode, kv_unified=False)
+    slots.serve(span(10), slot=0)
+    slots.serve(span(10, 100), slot=1)
+    found = kinds(slots.serve(span(10, 200), slot=2))
+    idle = found[found.index("saving_idle_slot") :]
+    assert idle == [
+        *("saving_idle_slot", "saving_prompt", "prompt_already_cached"),
+        *("saving_idle_slot", "saving_prompt", "cache_state", "cached_prompt", "cached_prompt"),
+    ]
+
+
 # -- what fails in the middle ----------------------------------------------------------------------
+
+
+def test_room_is_made_before_an_entry_is_loaded() -> None:
+    slots = make(n_seqs=2, n_ctx=100, mode="keep", cache_idle_slots=False)
+    slots.serve(span(60), slot=0)
+    slots.serve(span(30, 1000), slot=0)
+    slots.serve(span(60, 2000), slot=1)
+    served = serve(slots, join(span(60), span(9, 500)), slot=0)
+    assert (served.loaded, served.reused_tokens) == (Loading.RESTORED, 60)
+    assert not slots.failures
+    assert slots.slots[1].n_tokens == 0
+
+
+@pytest.mark.parametrize("family", [Family.ATTENTION, Family.HYBRID])
+@pytest.mark.parametrize(
+    ("operation", "failure"),
+    [("rewind:cut", "rewind"), ("copy:rows", "copy"), ("restore:verify", "load")],
+)
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_failure_that_empties_all_sequences_is_told_to_every_slot_at_once(
+    family: Family, operation: str, failure: str, idle: bool
+) -> None:
+    slots = make(family, n_seqs=3, mode="keep", cache_idle_slots=idle, kv_unified=False)
+    runtime, _ = parts(slots)
+    if failure == "load":
+        slots.serve(span(60), slot=1, user_starts=[50])
+        slots.serve(span(60, 2000), slot=1)
+    slots.serve(span(40), slot=0, user_starts=[30])  # what the prompt could be copied from
+    slots.serve(span(60, 1000), slot=2, user_starts=[50])
+    runtime.fail(operation, cleared_all=True)
+    start = 1000 if failure == "rewind" else 0
+    prompt = join(span(50, start), span(9, 500))
+    served = serve(slots, prompt, slot=2 if failure == "rewind" else 1)
+    assert (served.reused_tokens, slots.failures) == (0, {failure: 1})
+    assert [slot.n_tokens for slot in slots.slots if slot.slot_id != served.slot_id] == [0, 0]
+    for prompt, slot in itertools.product((span(50), span(59, 1000)), (0, 1, 2)):
+        serve(slots, prompt, slot=slot)
+
+
+def test_a_copy_has_all_that_its_source_has() -> None:
+    for family in FAMILIES:
+        slots = make(family, n_seqs=2, mode="keep", cache_idle_slots=False)
+        source, target = slots.slots
+        slots.serve(span(60), slot=0, user_starts=[20, 40])
+        slots.serve(span(30, 1000), slot=1, kind="infill")
+        target.copy_from(source, 60)
+        assert target.tokens.tolist() == source.tokens.tolist()
+        assert target.kind == "completion"
+        for ours, theirs in zip(target.checkpoints, source.checkpoints, strict=True):
+            assert ours is not theirs
+            assert ours.data is theirs.data
+        assert len(target.checkpoints) == (0 if family is Family.ATTENTION else 3)
+        slots.check()
+        # It is worth as much as what was evaluated: saved, and looked up for another slot.
+        slots.clear(0)
+        assert serve(slots, span(61), slot=0).reused_tokens == 60
 
 
 @pytest.mark.parametrize("mode", MODES)
