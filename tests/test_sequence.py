@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from llamakeep.errors import DecodeError, RestoreFailed, StateError
+from llamakeep.modes import Mode
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import OPERATIONS, FakeRuntime
 from llamakeep.sequence import KeptSequence
@@ -279,3 +280,50 @@ def test_faults_4_and_47_sequences_of_two_namespaces_share_nothing(kind: dict[st
     for seq_id in (0, 1, 0):
         served.ask(tokens_of(90, 2 + seq_id), seq_id)
         assert served.ask(prompt, seq_id) == 192
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", ["another conversation", "nothing"])
+def test_fault_14_whatever_a_sequence_holds_the_tree_is_asked(
+    kind: dict[str, Any], held: str
+) -> None:
+    served = Served(kind)
+    prompt = tokens_of(200, 1)
+    served.ask(prompt, 0)
+    if held == "another conversation":
+        served.ask(tokens_of(60, 2), 1)
+    assert served.ask(prompt, 1) == 192  # all but the end, for either
+    assert served.sequences[1].failures == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fault_15_no_share_of_what_is_kept_forbids_its_use(kind: dict[str, Any]) -> None:
+    served = Served(kind, align=1)
+    kept, sequence = tokens_of(100, 1), served.sequences[0]
+    sequence.resume(kept, user_starts=[20])  # a checkpoint at 20 of 100
+    sequence.advance(kept)
+    sequence.save()
+    served.ask(tokens_of(30, 2))
+    expected = 20 if served.runtime.traits.rolling else 22
+    assert served.ask(joined(kept[:22], tokens_of(30, 3))) == expected
+    assert served.ask(joined(kept, tokens_of(9, 4))) >= 98  # and the rest is still there
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.READ])
+def test_fault_26_what_a_task_that_never_reads_back_evaluates_is_not_stored(
+    kind: dict[str, Any], mode: Mode
+) -> None:
+    """Who embeds or ranks says so: 300 prompts, none of which is asked for again."""
+    served = Served(kind)
+    prompt, sequence = tokens_of(200, 1), served.sequences[0]
+    served.ask(prompt)
+    before = len(served.tree), served.tree.store.used_bytes
+    for seed in range(300):
+        once = tokens_of(40, 100 + seed)
+        reuse = sequence.resume(once, mode=mode)
+        sequence.advance(once[reuse.reused_tokens :])
+        sequence.save()
+    served.tree.check()
+    assert (len(served.tree), served.tree.store.used_bytes) == before
+    assert served.ask(prompt) == 192
