@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from llamakeep.checkpoints import CheckpointList, Resume
+from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.events import Event
+from llamakeep.listed import Resume
 from llamakeep.states import Checkpoint, frozen
 from llamakeep.tokens import IntArray, as_tokens, common_prefix
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamakeep.checkpoints import CheckpointList, ListedCheckpoint
+from llamakeep.checkpoint_list import CheckpointList, ListedCheckpoint
 from llamakeep.errors import IntegrityError, InvalidValue
 from llamakeep.events import Event
 from llamakeep.policy import Kept

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from llamakeep.checkpoints import CheckpointList
+from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.entries import Entry, Loading, Saving, ratio
 from llamakeep.errors import IntegrityError, InvalidValue, StateError, TokenError
 from llamakeep.events import Event, SavingPrompt

@@ -671,9 +671,9 @@ def test_an_interrupt_between_any_two_lines_leaves_no_half_slot(
         ("prompt_cache.py", "cancel"),
         ("prompt_cache.py", "_remove"),
         ("prompt_cache.py", "load"),
-        ("checkpoints.py", "take"),
-        ("checkpoints.py", "_remove"),
-        ("checkpoints.py", "clear"),
+        ("checkpoint_list.py", "take"),
+        ("checkpoint_list.py", "_remove"),
+        ("checkpoint_list.py", "clear"),
     ],
 )
 def test_an_interrupt_between_any_two_lines_lets_no_count_drift(module: str, function: str) -> None:

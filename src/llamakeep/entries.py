@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamakeep.checkpoints import CheckpointList
+from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.listed import ListedCheckpoint, deepest_of, prefixes_of, state_at
 from llamakeep.states import Checkpoint
 from llamakeep.tokens import IntArray, common_prefix

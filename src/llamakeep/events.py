@@ -88,6 +88,17 @@ class _Sized(Event):
         return self.n_bytes / MIB
 
 
+class _Limited:
+    """What events share that name a limit in bytes."""
+
+    limit_bytes: int
+
+    @property
+    def limit_mib(self) -> float:
+        """The limit in MiB."""
+        return self.limit_bytes / MIB
+
+
 # -- which slot ------------------------------------------------------------------------------------
 
 
@@ -203,7 +214,7 @@ class AlreadyCached(Event):
 
 
 @dataclass(frozen=True)
-class OverLimitSkipped(_Sized):
+class OverLimitSkipped(_Sized, _Limited):
     """Nothing was saved: state and checkpoints alone are larger than the cache."""
 
     kind = "over_limit_skipped"
@@ -214,11 +225,6 @@ class OverLimitSkipped(_Sized):
     )
 
     limit_bytes: int
-
-    @property
-    def limit_mib(self) -> float:
-        """The limit in MiB."""
-        return self.limit_bytes / MIB
 
 
 @dataclass(frozen=True)
@@ -327,7 +333,7 @@ class LimitReduced(_Sized):
 
 
 @dataclass(frozen=True)
-class CacheState(_Sized):
+class CacheState(_Sized, _Limited):
     """What the cache holds after an update, and its limits (0 for no limit)."""
 
     kind = "cache_state"
@@ -341,11 +347,6 @@ class CacheState(_Sized):
     limit_bytes: int = 0
     limit_tokens: int = 0
     limit_tokens_now: int = 0
-
-    @property
-    def limit_mib(self) -> float:
-        """The limit in MiB."""
-        return self.limit_bytes / MIB
 
 
 @dataclass(frozen=True)
@@ -420,7 +421,7 @@ class CheckpointEvicted(_Placed):
 
 
 @dataclass(frozen=True)
-class CheckpointRefused(_Placed):
+class CheckpointRefused(_Placed, _Limited):
     """A checkpoint was not taken: it alone is larger than the list's bytes."""
 
     kind = "checkpoint_refused"
@@ -429,11 +430,6 @@ class CheckpointRefused(_Placed):
     recorded = False
 
     limit_bytes: int
-
-    @property
-    def limit_mib(self) -> float:
-        """The limit in MiB."""
-        return self.limit_bytes / MIB
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 
 from llamakeep.budget import ByteBudget
-from llamakeep.checkpoints import CheckpointList
+from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.entries import Allocated, Entry, Loaded, Loading, Saving, ratio, reason
 from llamakeep.errors import IntegrityError, InvalidValue, StateError, whole_number
 from llamakeep.events import (

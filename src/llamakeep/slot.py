@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from llamakeep.checkpoints import CheckpointList
+from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.entries import no_tokens, reason
 from llamakeep.errors import IntegrityError, InvalidValue, StateError
 from llamakeep.listed import Resume, prefixes_of, state_at

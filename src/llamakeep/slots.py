@@ -31,7 +31,8 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from llamakeep.checkpoints import MIN_EVALUATED, CheckpointList, Restore, deepest_resume
+from llamakeep.checkpoint_list import CheckpointList, Restore
+from llamakeep.checkpoints import MIN_EVALUATED, deepest_resume
 from llamakeep.entries import Loaded, Loading, Saving, ratio
 from llamakeep.errors import (
     ContextOverflow,
@@ -412,7 +413,8 @@ class Slots:
             source: What may be copied into it: emptied when no other slot is left.
         """
         runtime, draft = self._runtime, self._runtime.draft
-        sizes = [each.n_ctx for each in (runtime, draft) if each and each.traits.family.has_rows]
+        contexts = [runtime] if draft is None else [runtime, draft]
+        sizes = [each.n_ctx for each in contexts if each.traits.family.has_rows]
         if not (self._kv_unified and sizes):
             return
         while sum(each.n_tokens for each in self.slots) + n_tokens > min(sizes):
