@@ -26,8 +26,11 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def usage_json(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return what was read and written; a prompt with several answers counts once."""
-    prompts = {id(answer.request.prompt): answer for answer in answers}
+    """Return what was read and written; a prompt with several answers counts once.
+
+    What is reused of it is what its first answer reused: the others reuse that one's work.
+    """
+    prompts = {id(answer.request.prompt): answer for answer in reversed(answers)}
     n_prompt = sum(answer.n_prompt for answer in prompts.values())
     n_cached = sum(answer.n_reused for answer in prompts.values())
     n_decoded = sum(answer.n_generated for answer in answers)

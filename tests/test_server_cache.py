@@ -1,0 +1,188 @@
+"""What is kept at `/cache`, who may ask, how much may be sent, and what `/docs` shows."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+
+from tests.server_tools import TIMEOUT_S, Served, served
+
+KEY = "sk-this-is-secret"
+ORIGIN = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(max_body_bytes=4096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    with served(api_keys=("another", KEY), cors=(ORIGIN,)) as made:
+        yield made
+
+
+# -- /cache ----------------------------------------------------------------------------------------
+def test_the_cache_tells_what_it_saved_and_forgets_on_demand() -> None:
+    with served() as server:
+        for _ in range(2):
+            server.answer("/completion", prompt="H" * 200, n_predict=1)
+        server.answer("/completion", prompt="I" * 200, n_predict=1)  # the idle slot gives way
+        cache = server.client.get("/cache").json()
+        _, second, first = cache["recent"]
+        assert (first["reused_tokens"], first["evaluated_tokens"]) == (0, 201)
+        assert second["reused_tokens"] + second["evaluated_tokens"] == 201
+        assert cache["reused_tokens"] == second["reused_tokens"] > 0
+        assert cache["entries"]
+        assert 0 < cache["saved_share"] < 1
+        assert 0 < cache["used_bytes"] <= cache["capacity_bytes"]
+        assert "HHHH" not in str(cache), "prompts are not shown"
+        assert server.client.delete("/cache").status_code == 200
+        assert server.client.get("/cache").json()["entries"] == []
+        again = server.answer("/completion", prompt="H" * 200, n_predict=1)
+        assert again["timings"]["cache_n"] == 0
+
+
+# -- keys and sizes --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer"},
+        {"X-Api-Key": KEY + "x"},
+        {"Authorization": "Basic wrong", "X-Api-Key": KEY},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/cache", "/nothing"])
+def test_without_a_key_nothing_is_answered(
+    locked: Served, headers: dict[str, str], path: str
+) -> None:
+    error = locked.error_of(locked.post(path, {"prompt": "Hi"}, headers=headers), 401)
+    assert error["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": f"Bearer {KEY}"},
+        {"Authorization": f"bearer {KEY}"},
+        {"Authorization": KEY},
+        {"X-Api-Key": KEY},
+        {"X-Api-Key": "another"},
+    ],
+)
+def test_with_a_key_all_is_answered(locked: Served, headers: dict[str, str]) -> None:
+    body = {"prompt": "Hi", "n_predict": 1}
+    assert locked.post("/completion", body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/v1/models", "/models"])
+def test_health_and_models_need_no_key(locked: Served, path: str) -> None:
+    assert locked.client.get(path).status_code == 200
+
+
+def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
+    asks = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "Authorization",
+    }
+    allowed = locked.client.options("/completion", headers=asks)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    other = locked.client.options("/completion", headers=asks | {"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_cors_no_page_may_ask(server: Served) -> None:
+    response = server.client.get("/health", headers={"Origin": ORIGIN})
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_large_body_is_refused_before_it_is_sent(server: Served) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), TIMEOUT_S) as raw:
+        raw.sendall(
+            b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 999999999\r\n\r\n"
+        )
+        assert b" 413 " in raw.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_large_body_without_a_length_is_refused_too(server: Served) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(100):
+            yield b"x" * 1000
+        yield b'"}'
+
+    headers = {"Content-Type": "application/json"}
+    response = server.client.post("/completion", content=chunks(), headers=headers)
+    assert server.error_of(response, 413)["type"] == "invalid_request_error"
+
+
+def test_a_body_of_just_the_size_is_taken(server: Served) -> None:
+    body = b'{"prompt": "Hi", "n_predict": 1, "more": "%s"}'
+    filled = body % (b"x" * (4096 - len(body) + 2))
+    assert len(filled) == 4096
+    assert server.raw("/completion", filled).status_code == 200
+    assert server.raw("/completion", filled + b" ").status_code == 413
+
+
+# -- metrics and docs ------------------------------------------------------------------------------
+def test_metrics_are_shown_if_there_are_any(server: Served) -> None:
+    assert "--metrics" in server.error_of(server.client.get("/metrics"), 501)["message"]
+    with served(exposition=lambda: (b"up 1\n", "text/plain; version=0.0.4")) as other:
+        response = other.client.get("/metrics")
+        assert response.text == "up 1\n"
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_every_endpoint_that_takes_a_body_shows_an_example(server: Served) -> None:
+    assert server.client.get("/docs").status_code == 200
+    paths = server.client.get("/openapi.json").json()["paths"]
+    bodies = [
+        operation["requestBody"]["content"]["application/json"]
+        for path in paths.values()
+        for operation in path.values()
+        if "requestBody" in operation
+    ]
+    assert len(bodies) >= 7
+    assert all(body["examples"]["example"]["value"] for body in bodies)
+
+
+def test_the_examples_of_the_docs_are_answered() -> None:
+    with served() as server:
+        paths = server.client.get("/openapi.json").json()["paths"]
+        for path, operations in paths.items():
+            for operation in operations.values():
+                if "{" in path or "requestBody" not in operation:
+                    continue
+                examples = operation["requestBody"]["content"]["application/json"]["examples"]
+                server.answer(path, **examples["example"]["value"])
+
+
+def test_no_request_that_the_schema_allows_is_a_fault_of_the_server() -> None:
+    with served(engine={"n_seqs": 2, "n_ctx": 256}, n_predict=2) as server:
+        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        seen = 0
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            seen += 1
+
+            @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy())
+            def check(case: schemathesis.Case) -> None:
+                response = case.call()
+                assert response.status_code < 500 or response.status_code in (501, 503)
+                assert response.status_code != 422
+
+            check()
+        assert seen >= 15
