@@ -34,6 +34,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     """Serve `app` over a loopback socket; the value is its address."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        listening.listen()  # who connects before the server runs waits for it
         config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", http="h11")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
