@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
@@ -253,3 +254,37 @@ def test_what_fails_to_be_noted_ends_no_answer() -> None:
     WatchedEngine(Engine(FINISHED), fail).submit(REQUEST, heard.append)
     assert heard == [FINISHED]
     assert "ZeroDivisionError" in entries(stream)[0]["traceback"]
+
+
+class Stuck(io.StringIO):
+    """A pipe that nobody reads until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.let_go.wait()
+        return super().write(text)
+
+
+def test_nobody_waits_for_a_pipe_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(logs.atexit, "register", ends.append)
+    monkeypatch.setattr(logs, "_MOST_LINES", 5)
+    before = {name: logging.getLogger(name).handlers for name in logs.LOGGERS}
+    stuck = Stuck()
+    try:
+        handler: Any = logs.configure(stuck, readable=False, behind=True)
+        for number in range(20):
+            logs.tell("event", f"line {number}")
+        stuck.let_go.set()
+        for end in ends:
+            end()
+    finally:
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers = handlers
+    told = [json.loads(line)["message"] for line in stuck.getvalue().splitlines()]
+    assert told == [f"line {number}" for number in range(len(told))]
+    assert len(told) >= 5
+    assert handler.dropped == 20 - len(told)

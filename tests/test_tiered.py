@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -314,7 +315,7 @@ def test_what_hangs_off_a_tail_goes_down_with_the_longer_one(
     store.put(name_of("first in the queue"), 10, lambda: blob(10))
     names = [put(store, tails[0]), put(store, checkpoint)]
     store.seen(path(names), 5, used=False)
-    for before, after in zip(tails, tails[1:], strict=False):
+    for before, after in itertools.pairwise(tails):
         put(store, after)
         store.supersede(before.name, after.name)
     if written:

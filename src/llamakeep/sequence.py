@@ -156,11 +156,11 @@ class KeptSequence:
         Returns:
             How far it got, and why no further. Never fails: what cannot be used is a miss.
         """
-        begin = time.perf_counter()
         common = common_prefix(self.live.tokens, prompt)
         if self._save_late and common < self.live.n_tokens:
             with self._tree.pin(prompt):  # what it makes room for is about to be restored
                 self.save()
+        begin = time.perf_counter()
         self.mode, self.due = mode, []
         limit = deepest_resume(prompt.size, self._align)
         if mode.reads:

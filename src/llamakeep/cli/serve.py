@@ -143,7 +143,7 @@ def _run(run: Any, settings: ServerSettings) -> None:
     from llamakeep.cli.screen import Bar
     from llamakeep.server import logs
 
-    logs.configure()
+    logs.configure(behind=True)
     with ExitStack() as loading:
         bar = loading.enter_context(Bar(f"Loading {settings.model.name}"))
 

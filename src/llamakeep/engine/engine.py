@@ -147,6 +147,13 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def on_saved(self, listener: Callable[[float], None] | None) -> None:
+        """Let `listener` hear how many milliseconds each save of a slot took; None for nobody.
+
+        It hears it in the engine's thread.
+        """
+        self._scheduler.on_saved = listener
+
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -226,6 +233,7 @@ class Engine:
         return {
             **self._records.stats(),
             "batches": self._scheduler.n_batches,
+            "batch_slots": self._scheduler.n_parts,
             "slots": self.n_slots,
             "slots_busy": busy,
             "waiting": max(0, self._n_open - busy),

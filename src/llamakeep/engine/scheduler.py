@@ -89,6 +89,8 @@ class Scheduler:
         slots: All of them.
         waiting: Jobs without a slot, the first to come first.
         n_batches: Batches that were run.
+        n_parts: Slots that took part in them, summed up.
+        on_saved: Called with the milliseconds that each save of a slot took; None for no calls.
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class Scheduler:
     ) -> None:
         self.slots = [SlotState(slot_id) for slot_id in range(runtime.n_seqs)]
         self.waiting: deque[Job] = deque()
-        self.n_batches = 0
+        self.n_batches = self.n_parts = 0
+        self.on_saved: Callable[[float], None] | None = None
         self._runtime = runtime
         self._vocab = vocab
         self._keeping = keeping
@@ -139,7 +142,21 @@ class Scheduler:
         """Keep what idle slots hold."""
         for slot in self.slots:
             if slot.job is None:
-                self._keeping.save(slot.slot_id)
+                self._timed(self._keeping.save, slot)
+
+    def _park(self, slot: SlotState) -> None:
+        """Keep what a slot holds, and empty it."""
+        self._timed(self._keeping.park, slot)
+
+    def _timed(self, save: Callable[[int], None], slot: SlotState) -> None:
+        """Save a slot, and tell how long that took, if there was something to save."""
+        if not self._held(slot):
+            return
+        begin = self._clock()
+        save(slot.slot_id)
+        ms = (self._clock() - begin) * 1e3
+        if self.on_saved is not None:
+            self.on_saved(ms)
 
     def guarded(self, what: str, action: Callable[[], None]) -> None:
         """Do something that no request should fail of."""
@@ -231,14 +248,14 @@ class Scheduler:
         for slot in sorted(idle, key=lambda slot: slot.last_used):
             if self._live_tokens() + n_tokens <= self._runtime.n_ctx:
                 return
-            self._keeping.park(slot.slot_id)
+            self._park(slot)
 
     def _clear_the_way(self) -> None:
         """Park idle slots while others run, and lay low what they leave behind."""
         if self._park_idle:
             for slot in self.slots:
                 if slot.job is None and self._keeping.tokens(slot.slot_id).size:
-                    self.guarded("park", partial(self._keeping.park, slot.slot_id))
+                    self.guarded("park", partial(self._park, slot))
         held = [slot for slot in self.slots if self._keeping.tokens(slot.slot_id).size]
         if len(held) > 1:
             total = self._live_tokens()
@@ -270,12 +287,14 @@ class Scheduler:
             return
         except DecodeError as error:
             logger.warning("a batch failed: %s", error)
+            for slot in self.slots:
+                self._keeping.holds(slot.slot_id)  # it may have spoilt more than its own
             for piece in pieces:
-                self._keeping.holds(piece.slot.slot_id)
                 self._again(piece.slot, piece.job, str(error))
             return
         now = self._clock()
         self.n_batches += 1
+        self.n_parts += len(pieces)
         self._pace.ran(sum(piece.tokens.size for piece in pieces), (now - begin) * 1e3)
         # Samplers first: any other native call ends the life of the outputs.
         chosen = [
@@ -374,12 +393,12 @@ class Scheduler:
         """There are no cells for a batch: make some, from the one that is missed least."""
         idle = [slot for slot in self.slots if slot.job is None and self._held(slot)]
         if idle:
-            self._keeping.park(min(idle, key=lambda slot: slot.last_used).slot_id)
+            self._park(min(idle, key=lambda slot: slot.last_used))
             return
         running = [(slot, slot.job) for slot in self.slots if slot.job is not None]
         slot, job = max(running, key=lambda pair: pair[0].n_began)
         if len(running) > 1:
-            self._keeping.park(slot.slot_id)
+            self._park(slot)
             slot.job = None
             self.waiting.appendleft(job)
         elif job.n_generated:

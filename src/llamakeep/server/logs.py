@@ -8,12 +8,16 @@ escaped.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import logging.handlers
+import queue
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from llamakeep.engine.request import Progress
 from llamakeep.server.records import RequestRecord
@@ -24,6 +28,9 @@ LOGGERS = {"": logging.WARNING, "llamakeep": logging.INFO, "uvicorn": logging.WA
 """What is logged, and from which level on; "" is everything else."""
 
 _MOST_ID_LETTERS = 80
+_MOST_LINES = 10_000
+"""Lines that wait to be written; more are dropped."""
+_LAST_LINES_S = 3.0
 
 
 def tell(event: str, message: str, *, level: int = logging.INFO, **fields: Any) -> None:
@@ -133,19 +140,41 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(stream: TextIO | None = None, *, readable: bool | None = None) -> logging.Handler:
+class _Queued(logging.handlers.QueueHandler):
+    """Hands lines to a thread that writes them, and drops those that nobody reads in time.
+
+    Attributes:
+        dropped: How many.
+    """
+
+    dropped = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+
+def configure(
+    stream: TextIO | None = None, *, readable: bool | None = None, behind: bool = False
+) -> logging.Handler:
     """Log what `LOGGERS` says to a stream, and nowhere else. Of the whole process.
 
     Args:
         stream: None for standard error.
         readable: For people; None if the stream is a terminal.
+        behind: A thread of its own writes, so that nobody waits for a pipe that is not read; it
+            ends with the process, once it has written what is there.
 
     Returns:
         The handler, which takes the place of those before it.
     """
     to = sys.stderr if stream is None else stream
     people = to.isatty() if readable is None else readable
-    handler = logging.StreamHandler(to)
+    handler: logging.Handler = logging.StreamHandler(to)
+    if behind:
+        handler = _behind(handler)
     handler.setFormatter(Readable() if people else JsonLines())
     for name, level in LOGGERS.items():
         each = logging.getLogger(name)
@@ -153,3 +182,23 @@ def configure(stream: TextIO | None = None, *, readable: bool | None = None) -> 
         each.setLevel(level)
         each.propagate = False
     return handler
+
+
+class _Writer(logging.handlers.QueueListener):
+    """Writes what is queued; at the end for a few seconds at most, if nobody reads it."""
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with suppress(queue.Full):
+                cast(Any, self.queue).put(None, timeout=_LAST_LINES_S)
+                thread.join(_LAST_LINES_S)
+
+
+def _behind(writer: logging.Handler) -> logging.Handler:
+    """Return a handler in whose place a thread calls `writer`, in order."""
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(_MOST_LINES)
+    listener = _Writer(lines, writer)
+    listener.start()
+    atexit.register(listener.stop)
+    return _Queued(lines)

@@ -241,6 +241,11 @@ class _Collector(Collector):
         ):
             yield CounterMetricFamily(f"llamacpp:{name}", text, value)
         for name, text, value in (
+            (
+                "n_busy_slots_per_decode",
+                "Slots that take part in a batch, on average.",
+                stats.get("batch_slots", 0) / max(1, stats.get("batches", 0)),
+            ),
             ("n_tokens_max", "Most tokens of a prompt and its answer.", sums["n_most"]),
             (
                 "prompt_tokens_seconds",

@@ -133,6 +133,7 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
     engine = load_engine(settings, on_progress)
     try:
         metrics = Metrics(engine.stats)
+        engine.on_saved(metrics.saved)
         watched = WatchedEngine(
             engine,
             tell_request,
