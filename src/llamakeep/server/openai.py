@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import string
 import time
 from typing import Annotated, Any
 
@@ -24,7 +23,6 @@ from llamakeep.server.sse import stream
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
 
-_LETTERS = string.ascii_letters + string.digits
 _MESSAGES = [{"role": "user", "content": "When was the lighthouse built?"}]
 _COMPLETION_TOKENS = 16
 """What `/v1/completions` generates where nothing is said: OpenAI's default."""
@@ -32,7 +30,7 @@ _COMPLETION_TOKENS = 16
 
 def new_id(kind: str) -> str:
     """Return an identifier such as `chatcmpl-...`."""
-    return kind + "".join(secrets.choice(_LETTERS) for _ in range(32))
+    return kind + secrets.token_hex(16)
 
 
 async def _answer(
