@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,12 +14,15 @@ from llamakeep.engine import (
     Engine,
     Failed,
     Finished,
+    Keeping,
     Piece,
+    PromptKeeping,
     Request,
     Ticket,
     TreeKeeping,
     Update,
 )
+from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.sampling import Sampling
@@ -51,13 +54,19 @@ def engine_of(
     capacity_bytes: int = 1 << 26,
     runtime: FakeRuntime | None = None,
     keeping: dict[str, Any] | None = None,
+    cache: str = "tree",
     n_ctx: int = 2048,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine over a tree, which proves at its end that what it counts is there."""
     model = runtime or runtime_of(family, n_seqs=n_seqs, n_ctx=n_ctx)
-    tree = PrefixTree(MemoryStore(capacity_bytes), model.traits, segment_tokens=32)
-    kept = TreeKeeping(model, tree, tenant, **({"min_step": 64} | (keeping or {})))
+    kept: Keeping
+    if cache == "tree":
+        tree = PrefixTree(MemoryStore(capacity_bytes), model.traits, segment_tokens=32)
+        kept = TreeKeeping(model, tree, tenant, **({"min_step": 64} | (keeping or {})))
+    else:
+        whole = PromptCache(capacity_bytes, mode=cast(Any, cache))
+        kept = PromptKeeping(model, whole, tenant, **({"n_ubatch": 32} | (keeping or {})))
     engine = Engine(model, kept, model_name="fake", namespace=tenant(""), **options)
     try:
         yield engine

@@ -965,7 +965,7 @@ def test_a_checkpoint_of_other_tokens_is_reached_by_no_way(family: Family, way: 
         first.serve(span(30, 100))
         runtime = FakeRuntime(family, n_ctx=300, n_swa=16, n_vocab=10_000)
         second = Slots(runtime, cache, mode="keep", min_evaluated=1, emit=quiet)
-        second._namespace = first._namespace
+        second._prefix = first._prefix
         assert serve(second, prompt).reused_tokens == 0
         assert all(entry.checkpoint_at(1) is None for entry in cache if entry.tokens[0] == 9)
     elif way == "copy":
@@ -1028,6 +1028,7 @@ def test_a_list_of_exact_positions_lets_an_entry_go_first() -> None:
 def test_what_is_loaded_or_copied_in_part_has_no_checkpoint_beyond_it(family: Family) -> None:
     slots = make(family, n_seqs=2, mode="keep", cache_idle_slots=False)
     slots.serve(span(60), slot=0, user_starts=[20, 40])
+    slots.slots[1].namespace = slots.slots[0].namespace
     slots.slots[1].copy_from(slots.slots[0], 40)
     slots.check()
     assert [each.n_tokens for each in slots.slots[1].checkpoints] == [20, 40]

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.entries import no_tokens, reason
 from llamakeep.errors import IntegrityError, InvalidValue, StateError
@@ -36,6 +38,8 @@ class Slot:
         tokens: What was evaluated into it.
         last_used: When its last task ended; -1 before the first.
         kind: The kind of task that filled it.
+        namespace: What makes its states incompatible with others.
+        busy: Somebody evaluates into it: it is neither chosen, saved nor emptied meanwhile.
         cleared_all: A failure of this slot emptied every sequence of the runtime, and its owner
             has not been told the other slots yet.
     """
@@ -54,6 +58,8 @@ class Slot:
         self.checkpoints = checkpoints
         self.last_used = -1.0
         self.kind = ""
+        self.namespace = b""
+        self.busy = False
         self.cleared_all = False
         self._runtime = runtime
         self._n_ubatch = n_ubatch
@@ -243,31 +249,58 @@ class Slot:
             takes: Whether to take checkpoints at all.
             make_room: Called with the number of tokens before each batch.
         """
-        runtime, listed, n_prompt = self._runtime, self.checkpoints, int(prompt.size)
-        takes = takes and runtime.traits.rolling
         self._draft_follows()
-        while self.n_tokens < n_prompt:
+        while self.n_tokens < prompt.size:
             start = self.n_tokens
-            end = min(start + runtime.n_batch, n_prompt)
-            if takes:
-                points = listed.split_points(
-                    start,
-                    n_prompt,
-                    n_batch=runtime.n_batch,
-                    n_ubatch=self._n_ubatch,
-                    user_starts=user_starts,
-                )
-                end = min([end, *(point for point in points if point > start)])
-                if listed.wants(
-                    start,
-                    n_prompt=n_prompt,
-                    n_ubatch=self._n_ubatch,
-                    user_starts=user_starts,
-                    batch_end=end,
-                ):
-                    self._take(task)
+            end = self.next_stop(int(prompt.size), user_starts, task=task, takes=takes)
             make_room(end - start)
             self.evaluate(prompt, start, end)
+
+    def next_stop(
+        self, n_prompt: int, user_starts: Sequence[int], *, task: int, takes: bool
+    ) -> int:
+        """Return where the batch that starts now must end; take a checkpoint first if one is due.
+
+        Args:
+            n_prompt: Length of the prompt.
+            user_starts: Positions where a user message starts, ascending.
+            task: The task's number.
+            takes: Whether to take checkpoints at all.
+        """
+        runtime, listed, start = self._runtime, self.checkpoints, self.n_tokens
+        end = min(start + runtime.n_batch, n_prompt)
+        if not takes or not runtime.traits.rolling:
+            return end
+        points = listed.split_points(
+            start,
+            n_prompt,
+            n_batch=runtime.n_batch,
+            n_ubatch=self._n_ubatch,
+            user_starts=user_starts,
+        )
+        end = min([end, *(point for point in points if point > start)])
+        if listed.wants(
+            start,
+            n_prompt=n_prompt,
+            n_ubatch=self._n_ubatch,
+            user_starts=user_starts,
+            batch_end=end,
+        ):
+            self._take(task)
+        return end
+
+    def note_evaluated(self, tokens: IntArray) -> bool:
+        """Note tokens that somebody evaluated behind those it holds.
+
+        Returns:
+            Whether the sequence really holds them; else it is emptied.
+        """
+        held = self._runtime.positions(self.slot_id).n_tokens
+        if held != self.n_tokens + tokens.size:
+            self.forget()
+            return False
+        self.tokens = np.concatenate((self.tokens, tokens))
+        return True
 
     def evaluate(self, tokens: IntArray, start: int, end: int) -> None:
         """Evaluate tokens [start, end), which follow those the slot holds.

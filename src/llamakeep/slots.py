@@ -172,7 +172,8 @@ class Slots:
         restore = ("upstream" if mode == "upstream" else "prefix") if restore is None else restore
         # What was restored by position alone may be wrong, and no digest tells: it stays apart.
         by_position = "upstream" in (mode, restore)
-        self._namespace = (b"position:" if by_position else b"proven:") + namespace
+        self._prefix = b"position:" if by_position else b"proven:"
+        self._default = namespace
         checkpoints = CheckpointList(
             ctx_checkpoints,
             checkpoint_min_step,
@@ -207,6 +208,7 @@ class Slots:
         kind: str = COMPLETION,
         slot: int | None = None,
         answer: TokensLike = (),
+        namespace: bytes | None = None,
     ) -> Served:
         """Bring a slot to hold `prompt`, evaluating as little as the mode allows.
 
@@ -217,6 +219,7 @@ class Slots:
             slot: Serve in this one, whatever it holds.
             answer: Tokens decoded after the prompt, one by one; not what was sampled last, which
                 no one has evaluated yet.
+            namespace: Of this request, such as its tenant's; that of the slots if not given.
 
         Raises:
             TokenError: For an empty prompt or a token outside the vocabulary, or the draft
@@ -239,22 +242,13 @@ class Slots:
         wanted = tokens[:n_prompt]
         self._events = []
         with self._cache.heard_by(self._events.append):
-            chosen, update = self._choose(wanted, slot)
-            loaded = None
-            if kind == COMPLETION and self._cache.enabled and (update or self.mode == "keep"):
-                loaded = self._swap(chosen, wanted)
-            elif kind != COMPLETION and self.mode == "keep" and chosen.n_tokens:
-                self._save(chosen)  # what it adds, if it adds to it, is none of a completion's
-                self._cache.update()
-            if self._cache_idle and (kind == COMPLETION or self.mode == "upstream"):
-                self._save_idle(chosen)
-            n_past = chosen.resume(wanted, 0 if kind in _STATELESS else n_prompt)
-            self._others_too(chosen)
-            chosen.kind = kind
+            chosen, update = self.choose(wanted, slot, namespace=namespace)
+            loaded = self.begin(chosen, wanted, update=update, kind=kind, namespace=namespace)
+            n_past = chosen.n_tokens
             chosen.prefill(
                 wanted,
                 starts,
-                task=next(self._tasks),
+                task=self.next_task(),
                 takes=kind == COMPLETION,
                 make_room=lambda n_tokens: self._make_room(chosen, n_tokens),
             )
@@ -287,20 +281,78 @@ class Slots:
         tokens.flags.writeable = False
         return tokens, int(parts[0].size)
 
-    def _choose(self, prompt: IntArray, pinned: int | None) -> tuple[Slot, bool]:
+    # Those who evaluate themselves, in batches with others, call these three instead of `serve`.
+
+    def next_task(self) -> int:
+        """Return the number of a task that begins."""
+        return next(self._tasks)
+
+    def begin(
+        self,
+        slot: Slot,
+        prompt: IntArray,
+        *,
+        update: bool,
+        kind: str = COMPLETION,
+        reads: bool = True,
+        namespace: bytes | None = None,
+    ) -> Loaded | None:
+        """Bring a slot to what it need not evaluate of a prompt, and save what that costs others.
+
+        Args:
+            slot: From `choose`, not busy.
+            prompt: The request.
+            update: From `choose`.
+            kind: One of `KINDS`.
+            reads: Whether anything may be reused, what is live included.
+            namespace: As in `serve`.
+
+        Returns:
+            What the search of the cache gave; None when it was not searched. The rest of the prompt
+            is to be evaluated behind what the slot holds now.
+        """
+        mine = self._named(namespace)
+        if slot.n_tokens and slot.namespace != mine:
+            self._save(slot)
+            self._clear(slot)
+        slot.namespace = mine
+        loaded = None
+        if kind == COMPLETION and self._cache.enabled and (update or self.mode == "keep"):
+            if reads:
+                loaded = self._swap(slot, prompt)
+            else:
+                self._save(slot)
+        elif kind != COMPLETION and self.mode == "keep" and slot.n_tokens:
+            self._save(slot)  # what it adds, if it adds to it, is none of a completion's
+            self._cache.update()
+        if self._cache_idle and (kind == COMPLETION or self.mode == "upstream"):
+            self._save_idle(slot)
+        slot.resume(prompt, int(prompt.size) if reads and kind not in _STATELESS else 0)
+        self._others_too(slot)
+        slot.kind = kind
+        return loaded
+
+    def _named(self, namespace: bytes | None) -> bytes:
+        return self._prefix + (self._default if namespace is None else namespace)
+
+    def choose(
+        self, prompt: IntArray, pinned: int | None = None, *, namespace: bytes | None = None
+    ) -> tuple[Slot, bool]:
         """Return the slot for a prompt, and whether llama-server would update the cache.
 
-        In single precision, as llama-server: at a share of exactly one half its rounding may
+        Of those that are not busy; what slots of another namespace hold counts as nothing. In
+        single precision, as llama-server: at a share of exactly one half its rounding may
         decide either way. A pinned slot that shares too little counts as sharing nothing; one
         that is empty is not updated at all, as 0/0 is not below one half.
         """
         best = self.slots[pinned] if pinned is not None else None
         if best is not None:
             self._emit(SlotById(best.slot_id))
+        idle, mine = [slot for slot in self.slots if not slot.busy], self._named(namespace)
         if self._similarity:
             best_sim = 0.0
-            for slot in self.slots if best is None else (best,):
-                if not slot.n_tokens:
+            for slot in idle if best is None else (best,):
+                if not slot.n_tokens or slot.namespace != mine:
                     continue
                 sim = ratio(common_prefix(slot.tokens, prompt), prompt.size)
                 if sim > best_sim and sim > float(np.float32(self._similarity)):
@@ -317,7 +369,7 @@ class Slots:
         if best is not None:
             return best, False
         # Of slots that were used at the same time llama-server takes the last.
-        slot = min(reversed(self.slots), key=lambda slot: slot.last_used)
+        slot = min(reversed(idle), key=lambda slot: slot.last_used)
         used = int(slot.last_used * 1e6) if slot.last_used >= 0 else -1
         self._emit(SlotByLru(slot.slot_id, used))
         return slot, True
@@ -349,7 +401,7 @@ class Slots:
         if self.mode == "keep" and slot.kind != COMPLETION:
             return Saving.NOTHING  # nobody asks for it again
         saved = self._cache.save(
-            self._runtime, slot.slot_id, slot.tokens, slot.checkpoints, namespace=self._namespace
+            self._runtime, slot.slot_id, slot.tokens, slot.checkpoints, namespace=slot.namespace
         )
         if saved is Saving.FAILED:
             slot.count_failure("save")
@@ -365,7 +417,7 @@ class Slots:
                 prompt,
                 reach=reach,
                 most=self._most(prompt),
-                namespace=self._namespace,
+                namespace=slot.namespace,
             )
             if loaded.result is Loading.NO_MATCH:
                 slot.tokens = held
@@ -391,7 +443,7 @@ class Slots:
 
     def _save_idle(self, chosen: Slot) -> None:
         for slot in self.slots:
-            if slot is chosen:
+            if slot is chosen or slot.busy:
                 continue
             self._emit(SavingIdleSlot(slot.slot_id))
             saved = self._save(slot)
@@ -418,7 +470,7 @@ class Slots:
         if not (self._kv_unified and sizes):
             return
         while sum(each.n_tokens for each in self.slots) + n_tokens > min(sizes):
-            idle = [each for each in self.slots if each is not slot and each.n_tokens]
+            idle = [e for e in self.slots if e is not slot and e.n_tokens and not e.busy]
             if not idle:
                 return  # the runtime says what is wrong
             idle = [each for each in idle if each is not source] or idle
@@ -437,8 +489,10 @@ class Slots:
         """Return the other slot that has the most of a prompt to copy."""
         best, reach = None, 0
         for other in self.slots:
+            if other is slot or other.kind != COMPLETION or other.namespace != slot.namespace:
+                continue
             its_reach = other.copyable(prompt, self._most(prompt))
-            if other is not slot and other.kind == COMPLETION and its_reach > reach:
+            if its_reach > reach:
                 best, reach = other, its_reach
         return best, reach
 
@@ -456,6 +510,17 @@ class Slots:
     def clear(self, slot: int) -> None:
         """Empty a slot, its checkpoints with it; what the cache has stays."""
         self._clear(self.slots[slot])
+
+    def save(self, slot: int) -> Saving:
+        """Keep what a slot holds; it goes on holding it."""
+        saved = self._save(self.slots[slot])
+        self._cache.update()
+        return saved
+
+    def hold(self, slot: int, tokens: IntArray, *, namespace: bytes | None = None) -> None:
+        """Note what somebody restored into an empty slot: tokens, and no checkpoints."""
+        held = self.slots[slot]
+        held.tokens, held.kind, held.namespace = tokens, COMPLETION, self._named(namespace)
 
     def check(self) -> None:
         """Compare what slots and cache think with what is there.

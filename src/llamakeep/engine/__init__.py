@@ -18,6 +18,7 @@ from llamakeep.engine.request import (
 )
 from llamakeep.engine.slotfile import SlotFile
 from llamakeep.engine.view import SlotInfo
+from llamakeep.engine.whole_keeping import PromptKeeping
 
 __all__ = [
     "Begun",
@@ -29,6 +30,7 @@ __all__ = [
     "Listener",
     "Piece",
     "Progress",
+    "PromptKeeping",
     "Request",
     "SlotFile",
     "SlotInfo",

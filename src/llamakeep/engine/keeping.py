@@ -28,14 +28,18 @@ class Keeping(Protocol):
     """What an idle slot holds is kept when it is parked, so parking loses nothing."""
     has_tiers: bool
     """There are tiers below memory, in which what is kept outlives the process."""
-    failures: dict[str, int]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often what failed and was survived."""
+        ...  # pragma: no cover - protocol
 
     def tokens(self, slot_id: int) -> IntArray:
         """Return what a slot holds: a view, good until the next call."""
         ...  # pragma: no cover - protocol
 
     def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
-        """Return which of the idle slots serves a request best. Changes nothing."""
+        """Return which of the idle slots serves a request; the one it asks for, if it does."""
         ...  # pragma: no cover - protocol
 
     def begin(self, slot_id: int, known: IntArray, request: Request) -> Reuse:
@@ -174,6 +178,8 @@ class TreeKeeping:
 
     def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
         """Return the idle slot that holds most of the prompt, or the one used least recently."""
+        if request.slot is not None:
+            return request.slot
         best, shared = -1, self._similarity * request.prompt.size
         for slot_id in idle:
             if self._salts[slot_id] == request.salt:

@@ -182,9 +182,7 @@ class Scheduler:
             if self._is_coming(job):
                 continue
             used = [slot.last_used for slot in self.slots]
-            slot_id = wanted
-            if slot_id is None:
-                slot_id = self._keeping.choose(idle, job.request, used)
+            slot_id = self._keeping.choose(idle, job.request, used)
             self.waiting.remove(job)
             self._begin(self.slots[slot_id], job)
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import psutil
 
-from llamakeep.engine import Engine, Keeping, TreeKeeping
+from llamakeep.engine import Engine, Keeping, PromptKeeping, TreeKeeping
 from llamakeep.errors import InvalidValue
 from llamakeep.fingerprint import Namespace, read_adapters
 from llamakeep.modelfile import inspect_file
+from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
 from llamakeep.server.settings import ServerSettings
 from llamakeep.stores.base import TreeStore
@@ -164,6 +165,18 @@ def keeping_of(
         InvalidValue: For a policy that this kind of cache does not have.
         StoreError: For a tier that cannot be opened.
     """
+    if settings.cache == "prompt":
+        store = tiers.open(0)
+        return PromptKeeping(
+            runtime,
+            PromptCache(capacity_bytes, runtime.n_ctx, policy=settings.policy),
+            Tenants(namespace, store),
+            similarity=settings.slot_prompt_similarity,
+            ctx_checkpoints=settings.ctx_checkpoints,
+            checkpoint_min_step=settings.checkpoint_min_step,
+            cache_idle_slots=settings.cache_idle_slots,
+            n_ubatch=min(settings.ubatch_size, runtime.n_batch),
+        )
     store = tiers.open(capacity_bytes, policy=settings.policy)
     try:
         tree = PrefixTree(
