@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from pydantic import BaseModel
 
-from tests.server_tools import TIMEOUT_S, Served, served
+from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, NativeAnswer
+from tests.server_tools import HELLO, ONLY_A, TIMEOUT_S, Served, served
 
 KEY = "sk-this-is-secret"
 ORIGIN = "https://chat.example"
@@ -155,6 +157,7 @@ def test_every_endpoint_that_takes_a_body_shows_an_example(server: Served) -> No
         if "requestBody" in operation
     ]
     assert len(bodies) >= 7
+    assert all("422" not in op["responses"] for path in paths.values() for op in path.values())
     assert all(body["examples"]["example"]["value"] for body in bodies)
 
 
@@ -167,6 +170,22 @@ def test_the_examples_of_the_docs_are_answered() -> None:
                     continue
                 examples = operation["requestBody"]["content"]["application/json"]["examples"]
                 server.answer(path, **examples["example"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "path", "body"),
+    [
+        (NativeAnswer, "/completion", {"prompt": "Hi", "n_probs": 2}),
+        (CompletionAnswer, "/v1/completions", {"prompt": "Hi", "logprobs": 2, "n": 2}),
+        (ChatAnswer, "/v1/chat/completions", {"messages": HELLO, "logprobs": True}),
+        (ChatAnswer, "/v1/chat/completions", {"messages": HELLO, "n": 2}),
+    ],
+)
+def test_answers_have_the_shapes_that_the_docs_show(
+    server: Served, shape: type[BaseModel], path: str, body: dict[str, object]
+) -> None:
+    answer = server.answer(path, max_tokens=3, logit_bias=ONLY_A, **body)
+    assert shape.model_validate(answer).model_dump(exclude_unset=True) == answer
 
 
 def test_no_request_that_the_schema_allows_is_a_fault_of_the_server() -> None:

@@ -33,11 +33,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: _error("Something in the request cannot be meant; the message names it."),
     401: _error("No API key, or a wrong one."),
     413: _error("The body is too large."),
-    422: {"description": "Never: what is wrong with a request is a 400."},
     500: _error("A fault of the server."),
     501: _error("The server was not started with what this needs."),
     503: _error("Too many requests wait, or the server is on its way up or down."),
+    "default": _error("Any other error."),
 }
+
+
+def answers(model: Any, *, streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Return what an endpoint answers with: `model`, the errors, and events if it may stream."""
+    answer: dict[str, Any] = {"model": model, "description": "The answer."}
+    if streamed:
+        answer["description"] = "The answer, or, with `stream`, events with pieces of it."
+        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return ERRORS | {200: answer}
 
 
 def example(**fields: Any) -> Any:

@@ -11,7 +11,7 @@ from llamakeep.server import constraints
 from llamakeep.server.answers import collect
 from llamakeep.server.asking import Context, requests_of, sampling_of
 from llamakeep.server.conversation import Conversations
-from llamakeep.server.documented import ERRORS, example
+from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
 from llamakeep.server.ports import Prompt
@@ -22,6 +22,7 @@ from llamakeep.server.schema import (
     NativeCompletion,
     Tokenize,
 )
+from llamakeep.server.shapes import NativeAnswer
 from llamakeep.server.sse import stream
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
@@ -72,7 +73,7 @@ def completions(context: Context) -> APIRouter:
             path,
             completion,
             methods=["POST"],
-            responses=ERRORS,
+            responses=answers(NativeAnswer | list[NativeAnswer], streamed=True),
             response_class=Response,
             include_in_schema=path == "/completion",
         )

@@ -13,12 +13,13 @@ from llamakeep.server import constraints
 from llamakeep.server.answers import collect
 from llamakeep.server.asking import Context, openai_defaults, requests_of, sampling_of
 from llamakeep.server.conversation import Conversations
-from llamakeep.server.documented import ERRORS, example
+from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
 from llamakeep.server.ports import Prompt
 from llamakeep.server.prompts import tokenize_prompts
 from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
+from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, Models
 from llamakeep.server.sse import stream
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
@@ -65,7 +66,11 @@ def completions(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     engine, options = context.engine, context.options
 
-    @router.post("/v1/completions", responses=ERRORS, response_class=Response)
+    @router.post(
+        "/v1/completions",
+        responses=answers(CompletionAnswer, streamed=True),
+        response_class=Response,
+    )
     async def completion(
         request: Request,
         body: Annotated[Completion, example(prompt="The lighthouse was built in", max_tokens=16)],
@@ -148,7 +153,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
                 path + suffix,
                 endpoint,
                 methods=["POST"],
-                responses=ERRORS,
+                responses=ERRORS if suffix else answers(ChatAnswer, streamed=True),
                 response_class=Response,
                 include_in_schema=bool(prefix),
             )
@@ -182,5 +187,12 @@ def models(context: Context) -> APIRouter:
         return answer_json({"object": "list", "data": [model]})
 
     for path in ("/v1/models", "/models"):
-        router.add_api_route(path, list_models, methods=["GET"], include_in_schema="v1" in path)
+        router.add_api_route(
+            path,
+            list_models,
+            methods=["GET"],
+            responses=answers(Models),
+            response_class=Response,
+            include_in_schema="v1" in path,
+        )
     return router
