@@ -47,11 +47,11 @@ def create_app(
     conversations = Conversations(template, context.vocab)
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
-    for router in (
-        openai.chats(context, conversations),
-        openai.completions(context),
-        openai.models(context),
+    for router in (  # each costs those after it a look at its routes: what is asked most is first
         native.completions(context),
+        openai.completions(context),
+        openai.chats(context, conversations),
+        openai.models(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),
         slots.router(context),
