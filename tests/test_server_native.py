@@ -337,8 +337,13 @@ def test_what_is_no_request_is_a_400(server: Served, body: bytes) -> None:
     assert server.error_of(server.raw("/completion", body), 400)["type"] == "invalid_request_error"
 
 
-def test_a_body_must_call_itself_json(server: Served) -> None:
-    response = server.client.post("/completion", content=b'{"prompt": "Hi"}')
+def test_a_body_counts_as_json_unless_a_page_sent_it(server: Served) -> None:
+    body = b'{"prompt": "Hi", "n_predict": 1}'
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d says
+    assert server.client.post("/completion", content=body, headers=form).status_code == 200
+    assert server.client.post("/completion", content=body).status_code == 200
+    of_a_page = form | {"Origin": "https://elsewhere.example"}
+    response = server.client.post("/completion", content=body, headers=of_a_page)
     assert "Content-Type" in server.error_of(response, 400)["message"]
 
 

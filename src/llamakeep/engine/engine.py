@@ -141,6 +141,11 @@ class Engine:
         busy = self._scheduler.n_busy
         return f"Engine({self.model_name!r}, {busy} of {self.n_slots} slots busy)"
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: it is closing, or has stopped."""
+        return self._closing
+
     def __enter__(self) -> Engine:
         return self
 

@@ -123,14 +123,14 @@ class Job:
         self._tell(Piece(text, tuple(choice.token for choice in choices), told))
 
     def finish(self, stop: Stop, n_cached: int, *, truncated: bool = False) -> Finished:
-        """Tell the rest of the text and the end."""
+        """Tell the rest of the text; return the end, for `end` to tell."""
         rest = ""
         if stop not in (Stop.CANCELLED, Stop.WORD):
             rest = self._writer.finish()
             stop = Stop.WORD if self._writer.stopped_by else stop
         if rest or self._unsent:
             self._send(rest)
-        finished = Finished(
+        return Finished(
             stop,
             self.stopping_word,
             self.slot_id,
@@ -140,8 +140,6 @@ class Job:
             n_cached,
             truncated,
         )
-        self.end(finished)
-        return finished
 
     def timings(self) -> Timings:
         """Return what it has cost so far."""

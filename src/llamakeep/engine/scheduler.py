@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llamakeep.engine.batching import Pace, chunk_end, share_out
 from llamakeep.engine.job import Job
 from llamakeep.engine.keeping import Keeping
-from llamakeep.engine.request import Choice, Failed, Stop, TokenProb
+from llamakeep.engine.request import Choice, Failed, Finished, Stop, TokenProb
 from llamakeep.errors import ContextOverflow, DecodeError, LlamakeepError, NoRoom
 from llamakeep.runtime.base import Part, Runtime, Vocab
 from llamakeep.tokens import IntArray, common_prefix
@@ -133,7 +133,7 @@ class Scheduler:
         """End what nobody wants any more."""
         for job in [job for job in self.waiting if job.cancelled]:
             self.waiting.remove(job)
-            self._on_end(job, job.finish(Stop.CANCELLED, 0).stop.value)
+            self._end(job, job.finish(Stop.CANCELLED, 0))
         for slot in self.slots:
             if slot.job is not None and slot.job.cancelled:
                 self._finish(slot, slot.job, Stop.CANCELLED)
@@ -249,20 +249,18 @@ class Scheduler:
             self._park(slot)
 
     def _clear_the_way(self) -> None:
-        """Park idle slots while others run, and lay low what they leave behind."""
-        if self._park_idle:
-            for slot in self.slots:
-                if slot.job is None and self._keeping.tokens(slot.slot_id).size:
-                    self.guarded("park", partial(self._park, slot))
-        held = [slot for slot in self.slots if self._keeping.tokens(slot.slot_id).size]
-        if len(held) > 1:
-            total = self._live_tokens()
-            for slot in held:
-                others = total - self._held(slot)
-                slot.crowd = max(slot.crowd, others)
-        elif held and held[0].crowd >= _WORTH_MOVING:
-            held[0].crowd = 0
-            self.guarded("lay_low", partial(self._keeping.lay_low, held[0].slot_id))
+        """Park idle slots while others run, and lay low what was above them."""
+        held = [slot for slot in self.slots if self._held(slot)]
+        total = self._live_tokens()
+        for slot in self.slots:
+            slot.crowd = max(slot.crowd, total - self._held(slot)) if slot in held else 0
+        for slot in held if self._park_idle else ():
+            if slot.job is None:
+                self.guarded("park", partial(self._park, slot))
+        left = [slot for slot in held if self._held(slot)]
+        if len(left) == 1 and left[0].crowd >= _WORTH_MOVING:
+            left[0].crowd = 0
+            self.guarded("lay_low", partial(self._keeping.lay_low, left[0].slot_id))
 
     # -- one batch ---------------------------------------------------------------------------------
 
@@ -305,10 +303,10 @@ class Scheduler:
                 self._again(slot, job, "its sequence lost what it held")
             elif isinstance(choice, LlamakeepError):
                 self._fail(slot, job, choice)
-            elif choice is not None:
-                self._answer(slot, job, choice)
             else:
                 job.progressed(self._held(slot), now)
+                if choice is not None:
+                    self._answer(slot, job, choice)
 
     def _plan(self) -> list[_Piece]:
         """Return what the next batch is made of: a token of each answer, pieces of prompts."""
@@ -420,8 +418,12 @@ class Scheduler:
     def _fail(self, slot: SlotState | None, job: Job, error: LlamakeepError) -> None:
         if slot is not None:
             slot.job, slot.last_used = None, self._clock()
-        job.end(Failed(error))
-        self._on_end(job, "error")
+        self._end(job, Failed(error))
+
+    def _end(self, job: Job, last: Finished | Failed) -> None:
+        """Note the end of a job, then tell it: who waits for it finds it noted."""
+        self._on_end(job, last.stop.value if isinstance(last, Finished) else "error")
+        job.end(last)
 
     def fail_waiting(self, error: LlamakeepError) -> None:
         """End everything that waits."""
@@ -439,8 +441,7 @@ class Scheduler:
         slot.job, slot.last_used = None, self._clock()
         n_held = self._held(slot)
         self._keeping.end(slot.slot_id, job.request)
-        finished = job.finish(stop, n_held, truncated=truncated)
-        self._on_end(job, finished.stop.value)
+        self._end(job, job.finish(stop, n_held, truncated=truncated))
 
     def _held(self, slot: SlotState) -> int:
         """Return how many tokens a slot holds."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
 from llamakeep.server.asking import Context, requests_of, sampling_of
@@ -174,7 +175,9 @@ def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
         raise ApiError("This server does not support changing global properties.", code=501)
 
     async def health() -> Response:
-        """Say that requests are answered."""
+        """Say whether requests are answered."""
+        if engine.closed:
+            raise EngineClosed("the engine has stopped")
         return answer_json({"status": "ok"})
 
     for path in ("/health", "/v1/health"):

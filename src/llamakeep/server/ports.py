@@ -105,6 +105,11 @@ class Engine(Protocol):
         ...  # pragma: no cover - protocol
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        ...  # pragma: no cover - protocol
+
+    @property
     def model_name(self) -> str:
         """What clients see as the model's name."""
         ...  # pragma: no cover - protocol

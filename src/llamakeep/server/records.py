@@ -177,13 +177,13 @@ class _Watch:
         self._due_ms = PROGRESS_EVERY_MS
 
     def __call__(self, update: Update) -> None:
-        """Hear, and pass on what the other one wants to."""
-        if not isinstance(update, Progress) or self._request.wants_progress:
-            self._listener(update)
+        """Hear, and pass on what the other one wants to; who waits for the end finds it noted."""
         try:
             self._note(update)
         except Exception:  # what is told of a request must not end the others
             logger.exception("a request could not be noted")
+        if not isinstance(update, Progress) or self._request.wants_progress:
+            self._listener(update)
 
     def _note(self, update: Update) -> None:
         if isinstance(update, Begun):

@@ -39,6 +39,8 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _BACKLOG = 2048
+_UNREAD_MS = 30_000
+"""How long the system keeps what a client does not take after it was cut off."""
 _AFTER_CANCEL_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -96,6 +98,8 @@ def bind(host: str, port: int) -> socket.socket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads must not keep us
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -163,6 +167,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
     """Return what the HTTP interface is told."""
     return ServerOptions(
         model_path=str(settings.model),
+        build=f"llamakeep-{version('llamakeep')}",
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,
