@@ -517,11 +517,15 @@ def service(model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> It
     handler.setFormatter(logs.JsonLines())
     logger = logging.getLogger("llamakeep")
     monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    level = logger.level
+    logger.setLevel(logging.INFO)  # and not its attribute: loggers remember what they let through
     settings = resolve({"model": model}, environment={})
-    with engine_of() as engine:
-        monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
-        yield run.load_service(settings, lambda _share: None)
+    try:
+        with engine_of() as engine:
+            monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
+            yield run.load_service(settings, lambda _share: None)
+    finally:
+        logger.setLevel(level)
 
 
 def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.StringIO) -> None:

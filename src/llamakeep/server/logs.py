@@ -27,6 +27,7 @@ logger = logging.getLogger("llamakeep")
 LOGGERS = {"": logging.WARNING, "llamakeep": logging.INFO, "uvicorn": logging.WARNING}
 """What is logged, and from which level on; "" is everything else."""
 
+_PARTS_OF_UVICORN = ("uvicorn.access", "uvicorn.asgi", "uvicorn.error")
 _MOST_ID_LETTERS = 80
 _MOST_LINES = 10_000
 """Lines that wait to be written; more are dropped."""
@@ -181,6 +182,8 @@ def configure(
         each.handlers = [handler]
         each.setLevel(level)
         each.propagate = False
+    for name in _PARTS_OF_UVICORN:  # it gives them levels of their own
+        logging.getLogger(name).setLevel(logging.NOTSET)
     return handler
 
 
