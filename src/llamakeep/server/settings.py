@@ -304,7 +304,7 @@ class ServerSettings:
             CACHE,
             "-sps --slot-prompt-similarity",
             real(0, 1),
-            "With --cache prompt: share of a prompt that a slot must hold to be chosen for that.",
+            "Share of a prompt that an idle slot must hold to be chosen for that.",
         ),
     )
     slot_save_path: Path | None = field(
