@@ -375,6 +375,13 @@ def test_the_fake_leaves_the_candidates_that_llama_cpp_leaves(
     mine, my_logits = candidates(logits.copy(), sampling, settled, recent)
     if sampling.greedy:
         assert tokens[0] == mine[0]
+        if not settled.last_n:  # then no list of candidates is made
+            from llamakeep.runtime.llama_sampler import LlamaSampler
+
+            plain = LlamaSampler(
+                sampling, settled, n_vocab=N_VOCAB, output=lambda _: logits, context=lambda: None
+            )
+            assert plain.sample(0) == tokens[0]
         return
     # Sums are rounded otherwise, so that a filter may end one candidate sooner or later.
     n_same = min(tokens.size, mine.size)

@@ -45,6 +45,10 @@ class LlamaSampler:
         self._last_n = settled.last_n
         self._output = output
         self._context = context
+        # Without penalties the likeliest token needs no list of candidates, which costs the most.
+        self._is_plain = sampling.greedy and not settled.last_n
+        self._biased = np.fromiter(settled.biases.keys(), np.intp)
+        self._biases = np.fromiter(settled.biases.values(), np.float32)
         self._chain = new_chain(sampling, settled, n_vocab)
         self._free = weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain)
         select = (
@@ -71,9 +75,20 @@ class LlamaSampler:
     def sample(self, index: int) -> int:
         """Choose a token by an output's logits, and accept it. See `Sampler.sample`."""
         chain = self._open()
-        # llama.cpp ends the process for an output that does not exist.
-        check_logits(float(self._output(index).max()))
+        logits = self._output(index)  # llama.cpp ends the process for one that does not exist
+        if self._is_plain:
+            return self._likeliest(logits)
+        check_logits(float(logits.max()))
         return int(llama_cpp.llama_sampler_sample(chain, self._context(), index))
+
+    def _likeliest(self, logits: npt.NDArray[np.float32]) -> int:
+        """Choose what llama.cpp's greedy sampler would, the first of equals."""
+        if self._biased.size:
+            logits = logits.copy()
+            logits[self._biased] += self._biases
+        token = int(logits.argmax())
+        check_logits(float(logits[token]))  # one that is no number counts as the largest
+        return token
 
     def close(self) -> None:
         """Free its memory. Calling it again does nothing."""
