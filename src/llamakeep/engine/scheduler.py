@@ -118,6 +118,7 @@ class Scheduler:
         self._align = align
         self._pace = Pace(stall_ms, runtime.n_batch)
         self._begun = itertools.count(1)
+        self._tokens: dict[int, tuple[bytes, bool]] = {}
 
     @property
     def n_busy(self) -> int:
@@ -371,17 +372,26 @@ class Scheduler:
         if request.max_tokens == 0:
             self._finish(slot, job, Stop.LIMIT)
             return
-        if self._vocab.is_end(choice.token) and not request.sampling.ignore_eos:
+        piece, is_end = self._read(choice.token)
+        if is_end and not request.sampling.ignore_eos:
             job.count_end(self._clock())
             self._finish(slot, job, Stop.END)
             return
-        job.push(choice, self._vocab.piece(choice.token), self._clock())
+        job.push(choice, piece, self._clock())
         if job.stopping_word:
             self._finish(slot, job, Stop.WORD)
         elif request.max_tokens is not None and job.n_generated >= request.max_tokens:
             self._finish(slot, job, Stop.LIMIT)
         elif job.n_known >= self._runtime.n_ctx:
             self._finish(slot, job, Stop.LIMIT, truncated=True)
+
+    def _read(self, token: int) -> tuple[bytes, bool]:
+        """Return what a token adds to the text, and whether it ends an answer."""
+        known = self._tokens.get(token)
+        if known is None:
+            known = self._vocab.piece(token), self._vocab.is_end(token)
+            self._tokens[token] = known  # at most the vocabulary
+        return known
 
     # -- when it does not work ---------------------------------------------------------------------
 
