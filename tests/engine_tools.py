@@ -67,7 +67,7 @@ def engine_of(
     else:
         whole = PromptCache(capacity_bytes, mode=cast(Any, cache))
         kept = PromptKeeping(model, whole, tenant, **({"n_ubatch": 32} | (keeping or {})))
-    engine = Engine(model, kept, model_name="fake", namespace=tenant(""), **options)
+    engine = Engine(model, kept, model_name="fake", **options)
     try:
         yield engine
         engine.check()

@@ -73,7 +73,7 @@ class Engine:
         keeping: What slots hold and keep.
         vocab: The model's vocabulary; the runtime's own if not given.
         model_name: For people.
-        namespace: What marks files of slots as this model's, under these settings.
+        file_key: Seals files of slots, see `envelope.seal_key`; None for none.
         max_waiting: Requests that may wait for a slot.
         park_idle: Keep and empty idle slots while others run: cells that nobody uses slow down all.
         align: Prompts are evaluated in pieces that end at multiples of this, where they can.
@@ -96,7 +96,7 @@ class Engine:
         *,
         vocab: Vocab | None = None,
         model_name: str = "",
-        namespace: bytes = b"",
+        file_key: bytes | None = None,
         max_waiting: int = 256,
         park_idle: bool = True,
         align: int = 8,
@@ -113,7 +113,7 @@ class Engine:
         self.on_record: Callable[[dict[str, Any]], None] | None = None
         self._runtime = runtime
         self._keeping = keeping
-        self._namespace = namespace
+        self._file_key = file_key
         self._max_waiting = whole_number("max_waiting", max_waiting, 0)
         self._clock = clock
         self._scheduler = Scheduler(
@@ -269,7 +269,7 @@ class Engine:
 
     # -- slots and what is kept --------------------------------------------------------------------
 
-    def slot_save(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
+    def slot_save(self, slot_id: int, path: Path) -> SlotFile:
         """Write what an idle slot holds to a file of its own, which replaces one that is there.
 
         Raises:
@@ -283,7 +283,8 @@ class Engine:
             if not tokens.size:
                 raise InvalidValue(f"slot {slot_id} is empty: there is nothing to save")
             whole = read_whole(self._runtime, slot_id, int(tokens.size))
-            return write_slot_file(path, tokens, whole, self._keeping.namespace(slot_id))
+            namespace = self._keeping.namespace(slot_id)
+            return write_slot_file(path, tokens, whole, namespace, key=self._file_key)
 
         return self.call(save)
 
@@ -301,7 +302,8 @@ class Engine:
 
         def restore() -> SlotFile:
             self._idle(slot_id)
-            found, tokens, whole = read_slot_file(path, self._keeping.namespace_of(salt))
+            namespace = self._keeping.namespace_of(salt)
+            found, tokens, whole = read_slot_file(path, namespace, key=self._file_key)
             if tokens.size > self.n_ctx:
                 raise ContextOverflow(
                     f"{path.name} has {tokens.size} tokens, the context room for {self.n_ctx}",

@@ -18,7 +18,7 @@ from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
 from llamakeep.server.settings import ServerSettings
 from llamakeep.stores.base import TreeStore
-from llamakeep.stores.envelope import seal_id
+from llamakeep.stores.envelope import seal_id, seal_key
 from llamakeep.tiers import TierSettings
 from llamakeep.tree import PrefixTree
 
@@ -115,7 +115,7 @@ def load_engine(
             runtime,
             keeping,
             model_name=settings.alias or settings.model.stem,
-            namespace=namespace.digest,
+            file_key=seal_key(tiers.secret),
             max_waiting=settings.queue,
             park_idle=settings.cache_idle_slots,
             align=settings.align,
