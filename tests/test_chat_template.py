@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamakeep.chat_template import BUILT_IN, SOURCE_CHARS, ChatTemplate, token_starts
+from llamakeep.chat_template import BUILT_IN, ChatTemplate, token_starts
 from llamakeep.errors import InvalidValue, ModelError, TemplateError
+from llamakeep.template_sandbox import SOURCE_CHARS
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
