@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -94,16 +95,44 @@ class Conversations:
         beginning = _last_text(messages[-1]) if goes_on else ""
         if goes_on and not beginning:
             messages, goes_on = messages[:-1], False
+        if goes_on:
+            return self._render_open(messages, beginning, tools, extra)
         rendered = self._template.render_chat(
             messages,
-            add_generation_prompt=not goes_on and body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt is not False,
             tools=tools or None,
             extra=extra,
         )
-        if not goes_on:
-            return rendered.text, rendered.starts
-        text = _cut_after(rendered.text, beginning)
-        return text, [start for start in rendered.starts if start < len(text)]
+        return rendered.text, rendered.starts
+
+    def _render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        beginning: str,
+        tools: list[dict[str, Any]] | None,
+        extra: Mapping[str, Any],
+    ) -> tuple[str, Sequence[int]]:
+        """Return the text of a conversation whose last message is not complete.
+
+        Where its text stands is found with another text in its place, which occurs nowhere else:
+        the text itself may also occur in what the template writes around it.
+        """
+        template = self._template
+        assert template is not None
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> Rendered:
+            return template.render_chat(
+                messages, add_generation_prompt=False, tools=tools or None, extra=extra
+            )
+
+        whole = render(messages)
+        mark = _mark(whole.text)
+        *others, last = messages
+        before, found, after = render([*others, _with_text(last, mark)]).text.rpartition(mark)
+        if not found:
+            raise ApiError("the chat template does not show the last message", param="messages")
+        text = _open_end(whole.text, before, beginning, after)
+        return text, [start for start in whole.starts if start < len(text)]
 
 
 def _check(message: Mapping[str, Any], index: int) -> None:
@@ -148,10 +177,33 @@ def _last_text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _cut_after(text: str, beginning: str) -> str:
-    """Return `text` up to the last place where it has `beginning`, which templates may trim."""
-    for wanted in (beginning, beginning.strip()):
-        at = text.rfind(wanted) if wanted else -1
-        if at >= 0:
-            return text[: at + len(wanted)]
-    raise ApiError("the chat template does not show the last message", param="messages")
+def _mark(text: str) -> str:
+    """Return a word of plain letters that is not in `text`, nor can be put there on purpose."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:12]
+    return "".join(chr(ord("a") + half) for byte in digest for half in divmod(byte, 16))
+
+
+def _with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a message that ends with another text."""
+    content = message["content"]
+    if isinstance(content, list):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": text}]}
+    return {**message, "content": text}
+
+
+def _open_end(whole: str, before: str, beginning: str, after: str) -> str:
+    """Return a conversation up to the end of its last text.
+
+    Args:
+        whole: The conversation.
+        before: What the template writes before the last text.
+        beginning: That text.
+        after: What comes after it.
+    """
+    text = before + beginning
+    if not whole.endswith(after) or whole == text + after:
+        return text
+    made = whole[: len(whole) - len(after)]
+    if made.startswith(before) and made[len(before) :].strip() == beginning.strip():
+        return text  # the template trims it; what the client sent counts
+    return made  # it makes something else of it: of thoughts, for example

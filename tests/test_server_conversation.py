@@ -1,0 +1,78 @@
+"""From conversations to prompts: an answer that goes on where the assistant's last words end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamakeep.chat_template import ChatTemplate
+from llamakeep.runtime.fake_text import FakeVocab
+from llamakeep.server.conversation import Conversations
+from llamakeep.server.schema import TemplateFields
+
+ASKED = {"role": "user", "content": "hi"}
+BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+TRIMS = (
+    "{% for m in messages %}"
+    "[{{ m.role }}]{{ m.content | trim }}[end]\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+THINKS = (
+    "{% for m in messages %}"
+    "{% set parts = m.content.split('</think>') %}"
+    "[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}"
+    "<think>{{ parts[0].split('<think>')[-1] if parts | length > 1 }}</think>"
+    "{% endif %}"
+    "{{ parts[-1] }}[end]"
+    "{% endfor %}"
+)
+
+PREFILLS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+    st.text("<|im_endstar> \nu", min_size=1, max_size=8),
+    st.sampled_from(["<", "|", "end", "\n", "<|im_end|>", "<|im_end|>\n", "assistant\n", BEFORE]),
+)
+
+
+def text_of(content: Any, source: str = "chatml", **fields: Any) -> str:
+    conversations = Conversations(ChatTemplate(source), FakeVocab(300))
+    messages = [ASKED, {"role": "assistant", "content": content}]
+    return conversations.text(TemplateFields(messages=messages, **fields))
+
+
+@given(prefill=PREFILLS)
+def test_an_answer_goes_on_exactly_where_the_last_words_end(prefill: str) -> None:
+    assert text_of(prefill) == BEFORE + prefill
+
+
+@given(prefill=PREFILLS)
+def test_so_it_does_where_the_template_trims(prefill: str) -> None:
+    assert text_of(prefill, TRIMS) == "[user]hi[end]\n[assistant]" + prefill
+
+
+@given(prefill=PREFILLS)
+def test_the_last_of_several_parts_is_the_one_that_goes_on(prefill: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("One", prefill)]
+    assert text_of(parts) == f"{BEFORE}One\n{prefill}"
+
+
+def test_what_the_template_makes_of_thoughts_stays() -> None:
+    assert text_of("<think>so</think>It", THINKS) == "[user]hi[end][assistant]<think>so</think>It"
+    assert text_of("It", THINKS) == "[user]hi[end][assistant]<think></think>It"
+
+
+def test_the_starts_are_those_of_the_whole_conversation() -> None:
+    conversations = Conversations(ChatTemplate("chatml"), FakeVocab(300))
+    messages = [ASKED, {"role": "assistant", "content": "<"}]
+    prompt = conversations.prompt(TemplateFields(messages=messages))
+    assert prompt.starts == (1,), "after the token that begins every prompt"
+
+
+def test_a_template_that_does_not_show_the_last_message_is_told() -> None:
+    with pytest.raises(Exception, match="does not show the last message"):
+        text_of("x", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
