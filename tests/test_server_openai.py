@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI, RateLimitError
 
-from llamakeep.runtime.fake_text import BOS
+from llamakeep.runtime.fake_text import BOS, FakeSampler
 from tests.server_tools import HELLO, ONLY_A, Served, served
 
 CHAT = "/v1/chat/completions"
@@ -212,6 +212,33 @@ def test_completion_logprobs_have_the_older_shape(server: Served) -> None:
     chunks = server.stream(TEXT, **asked, logprobs=2)[:-1]
     offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
     assert offsets == [[0], [1], [2]]
+
+
+def offsets(server: Served, stream: bool, **asked: Any) -> list[int]:
+    """Return `text_offset` of all tokens of an answer."""
+    asked = {"prompt": "Hi", "logprobs": 1, "temperature": 0} | asked
+    if not stream:
+        found: list[int] = server.answer(TEXT, **asked)["choices"][0]["logprobs"]["text_offset"]
+        return found
+    choices = [chunk["choices"][0] for chunk in server.stream(TEXT, **asked)]
+    return [at for each in choices if each["logprobs"] for at in each["logprobs"]["text_offset"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_what_is_held_back_for_a_stop_string(server: Served, stream: bool) -> None:
+    asked = {"max_tokens": 6, "logit_bias": ONLY_A}
+    assert offsets(server, stream, stop=["AAB"], **asked) == [0, 1, 2, 3, 4, 5]
+    assert offsets(server, stream, stop=["AAAAA"], **asked) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_letters_that_lie_across_tokens(
+    server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = [97, *"\N{WHALE}é".encode(), BOS, 98]
+    script = iter(answer)
+    monkeypatch.setattr(FakeSampler, "sample", lambda *_: next(script))
+    assert offsets(server, stream, max_tokens=9) == [0, 1, 1, 1, 1, 2, 2, 3, 3]
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ class Answer:
     begun: Begun | None = None
     finished: Finished | None = None
     n_decoded: int = 0
-    n_chars: int = 0
     has_new_line: bool = False
     began_at: float = math.nan
     first_at: float = math.nan
@@ -65,7 +64,6 @@ class Answer:
             if not self.n_decoded:
                 self.first_at = self.last_at
             self.n_decoded += len(update.tokens)
-            self.n_chars += len(update.text)
             self.has_new_line = self.has_new_line or "\n" in update.text
             if self.keep:
                 self.texts.append(update.text)

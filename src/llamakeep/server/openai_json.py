@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Stop, Update
@@ -42,25 +43,44 @@ def usage_json(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def legacy_logprobs(probs: Sequence[Choice], top: int, offset: int) -> dict[str, Any]:
+class Offsets:
+    """Tells where each token of an answer begins in its text. For one answer, in order.
+
+    The text is that of all tokens: what is held back for a stop string, or cut off by one, counts.
+    A token that begins inside of a letter begins where the letter does.
+
+    Args:
+        piece: Returns what a token adds to the text, in UTF-8.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_chars = 0
+
+    def push(self, token: int) -> int:
+        """Return where the next token begins, in characters."""
+        begin = self._n_chars
+        self._n_chars += len(self._decoder.decode(self._piece(token)))
+        return begin
+
+
+def legacy_logprobs(probs: Sequence[Choice], top: int, offsets: Offsets) -> dict[str, Any]:
     """Return log probabilities in the shape of `/v1/completions`.
 
     Args:
         probs: Of each token.
         top: How many of the likeliest are told.
-        offset: Characters of the answer before the first token.
+        offsets: Of this answer; has had all tokens before these.
     """
     tokens: list[str] = []
     logprobs: list[float] = []
-    offsets: list[int] = []
     tops: list[dict[str, float]] = []
     for choice in probs:
         assert choice.prob is not None
         text, logprob = text_of(choice.prob.piece), logprob_of(choice.prob.logprob)
         tokens.append(text)
         logprobs.append(logprob)
-        offsets.append(offset)
-        offset += len(text)
         table = {text_of(each.piece): logprob_of(each.logprob) for each in choice.likeliest[:top]}
         table.setdefault(text, logprob)
         tops.append(table)
@@ -68,7 +88,7 @@ def legacy_logprobs(probs: Sequence[Choice], top: int, offset: int) -> dict[str,
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": [offsets.push(choice.token) for choice in probs],
     }
 
 
@@ -202,19 +222,25 @@ class CompletionEncoder(OpenAIEncoder):
     object_name = "text_completion"
     chunk_name = "text_completion"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._offsets: dict[int, Offsets] = {}
+
     def _choice(self, answer: Answer) -> dict[str, Any]:
         assert answer.finished is not None
         return {
             "text": answer.text,
             "index": answer.index,
-            "logprobs": self._logprobs(answer.probs, 0),
+            "logprobs": self._logprobs(answer, answer.probs),
             "finish_reason": _REASONS[answer.finished.stop],
         }
 
-    def _logprobs(self, probs: Sequence[Choice], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Answer, probs: Sequence[Choice]) -> dict[str, Any] | None:
         if self._n_probs is None:
             return None
-        return legacy_logprobs(probs, self._n_probs, offset)
+        if answer.index not in self._offsets:
+            self._offsets[answer.index] = Offsets(self._vocab.piece)
+        return legacy_logprobs(probs, self._n_probs, self._offsets[answer.index])
 
     def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
         if extra is None:
@@ -233,7 +259,7 @@ class CompletionEncoder(OpenAIEncoder):
         choice = {
             "text": piece.text,
             "index": answer.index,
-            "logprobs": self._logprobs(piece.probs, answer.n_chars - len(piece.text)),
+            "logprobs": self._logprobs(answer, piece.probs),
             "finish_reason": None,
         }
         return self._chunk(choice, extra)
