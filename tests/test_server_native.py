@@ -553,6 +553,23 @@ def test_a_slot_is_saved_restored_and_erased(tmp_path: Path) -> None:
         assert again["timings"]["cache_n"] >= 88
 
 
+def test_a_tenants_slot_is_restored_for_that_tenant_only(tmp_path: Path) -> None:
+    mine = {"prompt": "F" * 100, "n_predict": 4, "cache_salt": "me", "id_slot": 0}
+    with served(slot_save_path=tmp_path) as server:
+        server.answer("/completion", **mine)
+        saved = server.answer("/slots/0?action=save", filename="mine")
+        server.answer("/slots/0?action=erase")
+        server.client.delete("/cache")
+        for salt in ({}, {"cache_salt": ""}, {"cache_salt": "you"}):
+            error = server.error("/slots/0?action=restore", 400, filename="mine", **salt)
+            assert "another tenant" in error["message"]
+        restored = server.answer("/slots/0?action=restore", filename="mine", cache_salt="me")
+        assert restored["n_restored"] == saved["n_saved"]
+        others = server.answer("/completion", **(mine | {"cache_salt": "you", "id_slot": 1}))
+        assert others["timings"]["cache_n"] == 0
+        assert server.answer("/completion", **mine)["timings"]["cache_n"] >= 88
+
+
 def test_a_slot_that_cannot_be_restored_says_so(tmp_path: Path) -> None:
     (tmp_path / "bad.bin").write_bytes(b"not a slot at all")
     with served(slot_save_path=tmp_path) as server:

@@ -138,8 +138,14 @@ class Engine(Protocol):
         """Write what the slot holds to `path`; blocks until it is done."""
         ...  # pragma: no cover - protocol
 
-    def slot_restore(self, slot_id: int, path: Path) -> SlotFile:
-        """Make the slot hold what `path` has; blocks until it is done."""
+    def slot_restore(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
+        """Make the slot hold what `path` has; blocks until it is done.
+
+        Args:
+            slot_id: The slot.
+            path: Of a file that `slot_save` wrote.
+            salt: Of the requests that had filled the slot then.
+        """
         ...  # pragma: no cover - protocol
 
     def slot_erase(self, slot_id: int) -> int:

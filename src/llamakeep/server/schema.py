@@ -294,3 +294,7 @@ class SlotAction(_Body):
     """A request to save or restore a slot."""
 
     filename: str | None = Field(default=None, description="A plain name, without a path.")
+    cache_salt: Name | None = Field(
+        default=None,
+        description="To restore: the salt of the requests that had filled the slot.",
+    )

@@ -117,9 +117,14 @@ def router(context: Context) -> APIRouter:
         name = checked_name(body.filename if body else None)
         path = Path(options.slot_save_path) / name
         names = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
-        work = engine.slot_save if action == "save" else engine.slot_restore
+        salt = (body.cache_salt if body else None) or ""
+        work = (
+            partial(engine.slot_save, slot_id, path)
+            if action == "save"
+            else partial(engine.slot_restore, slot_id, path, salt=salt)
+        )
         try:
-            done = await run_in_threadpool(partial(work, slot_id, path))
+            done = await run_in_threadpool(work)
         except (StateError, StoreError) as error:
             # Which file is to be read is the client's choice; that one can be written is ours.
             code = 400 if action == "restore" else 500
