@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from llamakeep.runtime.base import Part
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
-from llamakeep.server.slots import checked_name
+from llamakeep.server.slots import checked_name, slot_json
 from tests.server_tools import HELLO, ONLY_A, Served, served
 
 PROMPT = "The lighthouse was built in"
@@ -247,6 +248,14 @@ def test_a_seed_repeats_an_answer(server: Served) -> None:
     assert len({ask(seed) for seed in range(4)}) > 1
 
 
+def test_a_temperature_below_0_takes_the_likeliest_token(server: Served) -> None:
+    answers = [
+        server.answer("/completion", prompt=PROMPT, n_predict=12, temperature=heat)["content"]
+        for heat in (0, -1, -0.5)
+    ]
+    assert len(set(answers)) == 1
+
+
 def test_defaults_can_be_the_servers() -> None:
     with served(sampling=Sampling(seed=42, temperature=0), n_predict=3) as server:
         settings = server.answer("/completion", prompt="Hi", ignore_eos=True)["generation_settings"]
@@ -262,7 +271,7 @@ def test_defaults_can_be_the_servers() -> None:
         ("n_predict", 10**30),
         ("n_predict", "8"),
         ("n_predict", 1.5),
-        ("temperature", -1),
+        ("temperature", -101),
         ("temperature", "hot"),
         ("top_p", 2),
         ("seed", True),
@@ -530,6 +539,28 @@ def test_slots_tell_what_they_do(roomy: Served) -> None:
         assert "Hi" not in json.dumps(busy), "prompts are nobody else's business"
         none_free = roomy.client.get("/slots", params={"fail_on_no_slot": "1"})
         assert roomy.error_of(none_free, 503)["message"] == "no slot available"
+
+
+def test_slots_tell_how_much_of_a_prompt_is_evaluated() -> None:
+    with served(engine={"n_seqs": 1, "n_ctx": 1024}) as server:
+        server.answer("/completion", prompt="G" * 200, n_predict=1)
+        runtime = server.engine._runtime
+        decode, seen = runtime.decode, []
+
+        def looking(parts: list[Part]) -> list[int | None]:
+            seen.extend(map(slot_json, server.engine.slots()))
+            return decode(parts)
+
+        runtime.decode = looking  # type: ignore[method-assign]
+        server.answer("/completion", prompt="G" * 200 + "H" * 400, n_predict=4, ignore_eos=True)
+    assert {each["n_prompt_tokens"] for each in seen} == {601}
+    (n_reused,) = {each["n_prompt_tokens_cache"] for each in seen}
+    assert n_reused >= 180
+    processed = [each["n_prompt_tokens_processed"] for each in seen]
+    assert processed[0] == 0
+    assert processed == sorted(processed)
+    assert len(set(processed)) > 5, "batches have 64 tokens"
+    assert processed[-3:] == [601 - n_reused] * 3
 
 
 def test_slots_can_be_hidden() -> None:

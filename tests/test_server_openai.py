@@ -287,6 +287,11 @@ def test_what_asks_for_nothing_is_taken(server: Served, field: dict[str, object]
     server.answer(CHAT, messages=HELLO, max_tokens=1, **field)
 
 
+def test_what_is_not_looked_at_may_be_long(server: Served) -> None:
+    name = "x" * 10_000
+    server.answer(CHAT, messages=HELLO, max_tokens=1, user=name, model=name, temperature=-1)
+
+
 def test_pictures_are_refused_by_name(server: Served) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     error = server.error(CHAT, 400, messages=[{"role": "user", "content": [picture]}])

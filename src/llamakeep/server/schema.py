@@ -98,8 +98,8 @@ Delimiters = Annotated[
 class SamplingFields(_Body):
     """How tokens are chosen. What is absent has the endpoint's default."""
 
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = Field(
-        default=None, description="0 takes the likeliest token."
+    temperature: Number | None = Field(
+        default=None, description="0 or less takes the likeliest token."
     )
     top_k: Count | None = Field(default=None, description="0 for all tokens.")
     top_p: Share | None = Field(default=None, description="1 for all tokens.")
@@ -129,7 +129,7 @@ class SamplingFields(_Body):
 class AnswerFields(SamplingFields):
     """What all three kinds of completion have in common."""
 
-    model: Name | None = Field(default=None, description="Not looked at: there is one model.")
+    model: str | None = Field(default=None, description="Not looked at: there is one model.")
     stream: bool | None = Field(default=None, description="Send the answer piece by piece.")
     stop: Words | None = Field(
         default=None, description="Texts that end the answer; they are not part of it."
@@ -216,7 +216,7 @@ class OpenAIFields(AnswerFields):
     stream_options: StreamOptions | None = Field(
         default=None, description="What else a stream carries."
     )
-    user: Name | None = Field(default=None, description="Not looked at.")
+    user: str | None = Field(default=None, description="Not looked at.")
 
 
 class Completion(OpenAIFields):

@@ -56,12 +56,14 @@ def slot_json(slot: SlotInfo) -> dict[str, Any]:
     request, reuse = slot.request, slot.reuse
     if request is None:
         return result
-    limit = request.max_tokens
+    limit, n_prompt = request.max_tokens, int(request.prompt.size)
+    n_reused = reuse.reused_tokens if reuse else 0
+    n_done = min(int(slot.tokens.size), n_prompt) if reuse else 0
     return result | {
         "id_task": slot.task_id,
-        "n_prompt_tokens": int(request.prompt.size),
-        "n_prompt_tokens_processed": reuse.evaluated_tokens if reuse else 0,
-        "n_prompt_tokens_cache": reuse.reused_tokens if reuse else 0,
+        "n_prompt_tokens": n_prompt,
+        "n_prompt_tokens_processed": max(0, n_done - n_reused),
+        "n_prompt_tokens_cache": n_reused,
         "params": sampling_json(request.sampling, limit),
         "next_token": [
             {
