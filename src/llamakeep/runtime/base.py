@@ -152,6 +152,14 @@ class Vocab(Protocol):
         ...  # pragma: no cover - protocol
 
     @property
+    def ends(self) -> frozenset[int]:
+        """All tokens that end an answer.
+
+        The first time this may cost a look at each token of the vocabulary; from then on nothing.
+        """
+        ...  # pragma: no cover - protocol
+
+    @property
     def bos(self) -> int | None:
         """The token at the begin of a text, if the model has one."""
         ...  # pragma: no cover - protocol

@@ -47,6 +47,7 @@ class FakeVocab:
             for index, text in enumerate(SPECIALS)
             if N_BYTES + index < n_vocab
         }
+        self._ends = frozenset(token for token in (EOS, IM_END) if token < n_vocab)
         self._split = re.compile("|".join(map(re.escape, SPECIALS))).split
         self._find = re.compile("|".join(map(re.escape, SPECIALS))).findall
 
@@ -100,7 +101,7 @@ class FakeVocab:
     def ends(self) -> frozenset[int]:
         """All tokens that end an answer."""
         self._check_open()
-        return frozenset(token for token in (EOS, IM_END) if token < self.n_vocab)
+        return self._ends
 
     @property
     def bos(self) -> int | None:

@@ -34,6 +34,8 @@ def create_app(
 ) -> FastAPI:
     """Return the application. It does not own the engine.
 
+    Costs a look at each token of the vocabulary, so that no request has to.
+
     Args:
         engine: Answers requests; any thread may use it.
         options: What the server was told.
@@ -44,6 +46,7 @@ def create_app(
     """
     options = options or ServerOptions()
     context = Context(engine, options)
+    _ = context.vocab.ends  # found here, and not in the event loop
     conversations = Conversations(template, context.vocab)
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)

@@ -65,7 +65,7 @@ def settings_json(
     """Return `generation_settings`: how an answer was made."""
     biases = list(request.sampling.logit_bias)
     if request.sampling.ignore_eos:
-        biases += [(token, -math.inf) for token in end_tokens(vocab)]
+        biases += [(token, -math.inf) for token in sorted(vocab.ends)]
     return sampling_json(request.sampling, request.max_tokens) | {
         "stop": list(request.stop),
         "stream": stream,
@@ -77,11 +77,6 @@ def settings_json(
         "timings_per_token": timings_per_token,
         "cache_mode": request.mode.value,
     }
-
-
-def end_tokens(vocab: Vocab) -> list[int]:
-    """Return the tokens that end an answer. Costs a look at each token of the vocabulary."""
-    return [token for token in range(vocab.n_vocab) if vocab.is_end(token)]
 
 
 class NativeEncoder:
