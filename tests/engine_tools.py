@@ -83,13 +83,17 @@ class Heard:
         self.ticket: Ticket | None = None
         self.ended = threading.Event()
         self.begun = threading.Event()
+        self.answered = threading.Event()
 
     def __call__(self, update: Update) -> None:
         self.updates.append(update)
         if isinstance(update, (Begun, Piece)):
             self.begun.set()
+        if isinstance(update, Piece):
+            self.answered.set()
         if isinstance(update, (Finished, Failed)):
             self.begun.set()
+            self.answered.set()
             self.ended.set()
 
     def wait(self) -> Finished:

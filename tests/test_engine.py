@@ -111,15 +111,15 @@ def test_a_common_beginning_is_evaluated_once_by_those_that_come_together(family
 def test_a_busy_slot_gives_its_prefix_away() -> None:
     prompt = span(400, 1)
     with engine_of() as engine:
-        first = ask(engine, prompt, 200)
-        assert first.begun.wait(60)
-        while not first.tokens:
-            pass
+        first = ask(engine, prompt, 1500)
+        assert first.answered.wait(60)
         second = ask(engine, join(prompt[:320], span(20, 2)), 3)
         finished = second.wait()
         assert (finished.timings.cache_n, finished.slot_id) == (320, 1)
+        assert first.ticket is not None
+        first.ticket.cancel()
         first.wait()
-    assert first.tokens == cold("attention", prompt, 200)
+    assert first.tokens == cold("attention", prompt, len(first.tokens))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -507,14 +507,29 @@ def test_idle_slots_make_room_and_lose_nothing() -> None:
         assert [record["reused_tokens"] for record in recent[:5]] == [136] * 5
 
 
-def test_a_slot_that_is_alone_again_is_laid_low() -> None:
+def test_what_is_restored_above_an_idle_slot_is_laid_low_when_that_leaves() -> None:
     model = runtime_of("attention", n_seqs=2)
     with engine_of(runtime=model) as engine:
-        first, second = ask(engine, span(300, 1), 100), ask(engine, span(300, 2), 3)
-        first.wait()
-        second.wait()
-        assert first.tokens == cold("attention", span(300, 1), 100)
-        assert engine.call(lambda: model.calls.restores) >= 1
+        talk = span(400, 1)
+        ask(engine, talk, 3).wait()
+        ask(engine, span(700, 2), 3).wait()  # in the other slot; the first is parked
+        before = engine.call(lambda: model.calls.restores)
+        turn = join(talk, span(20, 3))
+        heard = ask(engine, turn, 10)
+        heard.wait()
+        assert heard.tokens == cold("attention", turn, 10)
+        assert engine.call(lambda: model.calls.restores) - before == 2
+
+
+def test_what_is_evaluated_low_is_not_moved() -> None:
+    model = runtime_of("attention", n_seqs=2)
+    with engine_of(runtime=model) as engine:
+        long = ask(engine, span(700, 1), 200)
+        for seed in range(5):  # neighbours that come and go lie above it
+            ask(engine, span(100, 2 + seed), 3).wait()
+        long.wait()
+        ask(engine, span(300, 9), 20).wait()  # the other is parked before this one begins
+        assert engine.call(lambda: model.calls.restores) == 0
 
 
 def test_without_a_cache_what_is_live_is_reused_and_nothing_kept() -> None:
@@ -548,3 +563,167 @@ def test_nothing_is_listened_to_after_the_end() -> None:
         heard.ticket.cancel()
         ask(engine, span(100, 1), 5).wait()
     assert len(heard.updates) == n
+
+
+# -- a request that may not keep -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["tree", "upstream", "keep"])
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.READ, Mode.WRITE])
+def test_a_talk_survives_a_request_between_that_may_not_keep(cache: str, mode: Mode) -> None:
+    """It goes on from the talk, ends it, or is about something else."""
+    talk = span(200, 1)
+    betweens = [join(talk, span(50, 2)), talk[:150], span(100, 3)]
+    if cache == "upstream":
+        del betweens[1]  # llama-server looks for nothing better while a slot shares enough
+    for between in betweens:
+        with engine_of(n_seqs=1, cache=cache) as engine:
+            ask(engine, talk, 3).wait()
+            ask(engine, between, 3, mode=mode).wait()
+            heard = ask(engine, join(talk, span(9, 4)), 3)
+            assert heard.wait().timings.cache_n >= 192
+            assert heard.tokens == cold("attention", join(talk, span(9, 4)), 3)
+
+
+@pytest.mark.parametrize("cache", ["tree", "upstream", "keep"])
+def test_what_is_kept_survives_one_that_only_reads_it(cache: str) -> None:
+    with engine_of(n_seqs=1, cache=cache) as engine:
+        ask(engine, span(200, 1), 3).wait()
+        ask(engine, span(200, 2), 3).wait()
+        for _ in range(2):
+            read = ask(engine, span(200, 1), 3, mode=Mode.READ)
+            assert read.wait().timings.cache_n >= 192
+        assert ask(engine, span(200, 1), 3).wait().timings.cache_n >= 192
+
+
+@pytest.mark.parametrize("cache", ["tree", "upstream", "keep"])
+def test_one_that_was_sent_back_to_the_queue_keeps_nothing_either(cache: str) -> None:
+    with engine_of(n_seqs=2, n_ctx=300, cache=cache) as engine:
+        first = ask(engine, span(100, 1), 150, mode=Mode.OFF)
+        second = ask(engine, span(100, 2), 150, mode=Mode.OFF)
+        for prompt, one in ((span(100, 1), first), (span(100, 2), second)):
+            one.wait()
+            assert one.tokens == cold("attention", prompt, 150, n_ctx=300)
+        assert engine.entries() == []
+        for seed in (1, 2):
+            assert ask(engine, span(100, seed), 0).wait().timings.cache_n == 0
+
+
+def test_off_leaves_the_talk_where_it_is_when_another_slot_is_free() -> None:
+    with engine_of(n_seqs=2) as engine:
+        talked = ask(engine, span(200, 1), 3).wait()
+        assert ask(engine, span(200, 1), 3, mode=Mode.OFF).wait().slot_id != talked.slot_id
+
+
+# -- when something fails for good ---------------------------------------------------------------
+
+
+def test_who_shares_a_batch_with_one_that_always_fails_is_answered() -> None:
+    model = runtime_of("attention", n_seqs=3)
+    poison = 999
+    decode = model.decode
+
+    def fail(parts: Any) -> Any:
+        if any(poison in np.asarray(part.tokens) for part in parts):
+            for part in parts:
+                model.clear(part.seq_id)
+            raise DecodeError("it cannot be evaluated")
+        return decode(parts)
+
+    with engine_of(runtime=model) as engine:
+        engine.call(lambda: setattr(model, "decode", fail))
+        good = [span(100, 1), span(150, 2)]
+        heard = [ask(engine, prompt, 40) for prompt in good]
+        for _ in range(3):
+            with pytest.raises(DecodeError):
+                ask(engine, join(span(50, 3), [poison], span(50, 4)), 5).wait()
+        for prompt, one in zip(good, heard, strict=True):
+            one.wait()
+            assert one.tokens == cold("attention", prompt, 40)
+
+
+def test_a_seeded_answer_is_the_same_when_its_sequence_is_lost_on_the_way() -> None:
+    """A token that was sampled counts, whatever becomes of the rows after that."""
+    seeded = Sampling(temperature=1.0, seed=7, ignore_eos=True, presence_penalty=1.0)
+    for family in FAMILIES:
+        model = runtime_of(family, n_seqs=2)
+        with engine_of(runtime=model) as engine:
+            undisturbed = ask(engine, span(90, 1), 30, sampling=seeded)
+            undisturbed.wait()
+            engine.clear_cache()
+            for after in range(3):
+                engine.call(
+                    lambda after=after, model=model: model.fail(
+                        "restore:verify", after=after, cleared_all=True
+                    )
+                )
+                again = ask(engine, span(90, 1), 30, sampling=seeded)
+                ask(engine, span(200, 2 + after), 5).wait()
+                again.wait()
+                assert again.tokens == undisturbed.tokens
+            model._planned.clear()
+
+
+@pytest.mark.parametrize("operation", ["read_segment", "restore", "copy", "read_checkpoint"])
+@pytest.mark.parametrize("family", ["attention", "hybrid"])
+def test_memory_that_is_not_there_costs_time_only(family: str, operation: str) -> None:
+    model = runtime_of(family, n_seqs=2, n_ctx=512)
+    with engine_of(runtime=model) as engine:
+
+        def fail(current: str) -> None:
+            if current == operation:
+                raise MemoryError("no memory")
+
+        engine.call(lambda: setattr(model, "failures", fail))
+        talks = [span(150, seed) for seed in range(3)]
+        for talk in talks * 2:
+            heard = ask(engine, talk, 5)
+            heard.wait()
+            assert heard.tokens == cold(family, talk, 5, n_ctx=512)
+        engine.call(lambda: setattr(model, "failures", None))
+
+
+def test_what_cannot_be_kept_stays_live_beside_others() -> None:
+    with engine_of(n_seqs=2, capacity_bytes=4_000) as engine:
+        talk = span(600, 1)  # its rows take more than that
+        ask(engine, talk, 3).wait()
+        ask(engine, span(50, 2), 30).wait()
+        heard = ask(engine, join(talk, span(9, 3)), 3)
+        assert heard.wait().timings.cache_n == 600
+        assert heard.tokens == cold("attention", join(talk, span(9, 3)), 3)
+
+
+def test_answers_to_one_prompt_share_its_cells() -> None:
+    prompt = span(300, 1)
+    with engine_of(n_seqs=3, n_ctx=512) as engine:
+        hold = ask(engine, span(20, 9), 60)
+        assert hold.begun.wait(60)
+        heard = [
+            ask(engine, prompt, 20, sampling=Sampling(temperature=1, seed=seed, ignore_eos=True))
+            for seed in range(2)
+        ]
+        finished = [one.wait() for one in heard]
+        assert sum(one.timings.prompt_n for one in finished) <= 300 + 64
+
+
+def test_an_engine_that_stops_by_itself_says_so_and_ends_everything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine_of(n_seqs=1) as engine:
+        stopped = threading.Event()
+        engine.on_stop = stopped.set
+        running = ask(engine, span(50, 1), 1500)
+        assert running.begun.wait(60)
+        waiting = ask(engine, span(50, 2), 5)
+
+        def broken() -> None:
+            raise KeyError("a fault of ours")
+
+        engine._scheduler.step = broken  # type: ignore[method-assign]
+        assert stopped.wait(60)
+        for one in (running, waiting):
+            with pytest.raises(EngineClosed):
+                one.wait()
+        assert engine.closed
+        engine.check = lambda: None  # type: ignore[method-assign]
+    assert "the engine stopped" in caplog.text

@@ -38,14 +38,13 @@ def test_text_ends_before_the_first_stop_string(
 ) -> None:
     data = text.encode()
     told, by = written(data, stop, [min(cut, len(data)) for cut in cuts])
-    first = min((text.find(each) for each in stop if each in text), default=-1)
-    if first < 0:
+    ends = {text.find(each) + len(each): each for each in sorted(stop, key=len) if each in text}
+    if not ends:
         assert (told, by) == (text, "")
     else:
-        # A longer stop string that begins earlier may be cut short by one that is complete.
-        assert by in stop
-        assert told + by == text[: len(told) + len(by)]
-        assert not any(each in told for each in stop)
+        first = min(ends)
+        assert by == ends[first]
+        assert told + by == text[:first]
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
@@ -55,9 +54,17 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     assert (writer.push(b"more"), writer.finish()) == ("", "")
 
 
-def test_of_stop_strings_at_one_place_the_longest_counts() -> None:
-    writer = Writer(["ab", "abc"])
+def test_of_stop_strings_that_end_at_one_place_the_longest_counts() -> None:
+    writer = Writer(["bc", "abc", "abcd"])
     assert (writer.push(b"xabcd"), writer.stopped_by) == ("x", "abc")
+
+
+def test_many_long_stop_strings_cost_a_step_for_each_letter() -> None:
+    writer = Writer(["a" * 4000 + "b"])
+    assert writer.push(b"a" * 3999) == ""
+    assert writer.push(b"ax") == "a" * 4000 + "x"
+    assert writer.push(b"a" * 4001) == "a"
+    assert (writer.push(b"b"), writer.stopped_by) == ("", "a" * 4000 + "b")
 
 
 def test_half_a_letter_waits_and_becomes_a_replacement_at_the_end() -> None:

@@ -277,6 +277,7 @@ def test_defaults_can_be_the_servers() -> None:
         ("seed", True),
         ("seed", 1 << 64),
         ("n", 0),
+        ("n_probs", -1),
         ("stop", 5),
         ("stop", ["x"] * 1000),
         ("stream", "yes"),
@@ -316,6 +317,17 @@ def test_what_cannot_be_meant_is_a_400_with_its_name(
     assert error["type"] == "invalid_request_error"
     assert field in error["message"]
     assert error["param"].split(".")[0] == field
+
+
+@pytest.mark.parametrize("name", ["n_probs", "logprobs"])
+def test_more_probabilities_than_are_told_are_refused_with_the_bound(
+    server: Served, name: str
+) -> None:
+    error = server.error("/completion", 400, prompt="Hi", n_predict=1, **{name: 101})
+    assert (error["param"], "100" in error["message"]) == (name, True)
+    asked = {"prompt": "Hi", "n_predict": 1, "ignore_eos": True, name: 100}
+    (told,) = server.answer("/completion", **asked)["completion_probabilities"]
+    assert len(told["top_logprobs"]) == 100
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e400"])
@@ -412,7 +424,7 @@ def test_a_client_that_hangs_up_in_the_queue_is_never_answered(roomy: Served) ->
 def test_a_client_that_stops_reading_is_cut_off(options: dict[str, float]) -> None:
     with (
         served(engine={"n_seqs": 1, "n_ctx": 1 << 18}, **options) as server,
-        server.client.stream("POST", "/completion", json=LONG | {"n_probs": 900}) as response,
+        server.client.stream("POST", "/completion", json=LONG | {"n_probs": 100}) as response,
     ):
         assert response.status_code == 200
         assert server.record()["stop"] == "cancelled"

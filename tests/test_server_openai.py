@@ -281,6 +281,19 @@ def test_what_cannot_be_meant_is_a_400_with_its_name(
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "most"), [(TEXT, "logprobs", 5), (CHAT, "top_logprobs", 20)]
+)
+def test_more_probabilities_than_are_told_are_refused_with_the_bound(
+    server: Served, path: str, field: str, most: int
+) -> None:
+    body: dict[str, Any] = {"max_tokens": 1, "logit_bias": ONLY_A}
+    body |= {"messages": HELLO, "logprobs": True} if path == CHAT else {"prompt": "Hi"}
+    server.answer(path, **(body | {field: most}))
+    error = server.error(path, 400, **(body | {field: most + 1}))
+    assert (error["param"], str(most) in error["message"]) == (field, True)
+
+
+@pytest.mark.parametrize(
     "field", [{"tools": []}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}]
 )
 def test_what_asks_for_nothing_is_taken(server: Served, field: dict[str, object]) -> None:

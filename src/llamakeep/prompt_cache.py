@@ -442,6 +442,7 @@ class PromptCache:
         reach: int | None = None,
         most: int | None = None,
         namespace: bytes = b"",
+        take: bool = True,
     ) -> Loaded:
         """Put the entry that serves `prompt` best into a sequence, if it beats what is there.
 
@@ -454,6 +455,8 @@ class PromptCache:
                 prefix if not given.
             most: Tokens that may be restored at most (mode `keep`); all but one if not given.
             namespace: As in `save`.
+            take: In mode `upstream`, whether the entry moves out; if not, it is copied as in
+                `keep`.
 
         Returns:
             Restored, no match (the sequence is as it was) or failed (it is empty), which is what
@@ -485,7 +488,7 @@ class PromptCache:
             return Loaded(Loading.FAILED, cleared_all=cleared_all)
         self._count("hits")
         checkpoints = entry.checkpoints
-        if self.mode == "upstream":
+        if self.mode == "upstream" and take:
             self._remove(entry)
         else:
             self._use(entry, n_tokens)

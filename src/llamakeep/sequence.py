@@ -25,12 +25,13 @@ from llamakeep.runtime.base import Runtime
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Match, Reuse, Segment
 from llamakeep.tokens import IntArray, align_down, common_prefix
 from llamakeep.tree import PrefixTree
-from llamakeep.wholes import read_whole
 
 logger = logging.getLogger("llamakeep")
 
 _ATTEMPTS = 4
 """How often a prompt is matched anew when a state that it matched was gone from its tier."""
+_MAX_DUE = 16
+"""Checkpoints that may be due at most before other prompts add theirs."""
 FIRST_TIME = "first time seen"
 """The reason of a request whose prompt shares nothing with what is known."""
 _LOST = "a stored state was lost"
@@ -157,7 +158,8 @@ class KeptSequence:
             How far it got, and why no further. Never fails: what cannot be used is a miss.
         """
         common = common_prefix(self.live.tokens, prompt)
-        if self._save_late and common < self.live.n_tokens:
+        # A request that may keep nothing leaves nothing behind, what it goes on from included.
+        if self._save_late and (common < self.live.n_tokens or mode is not Mode.ON):
             with self._tree.pin(prompt):  # what it makes room for is about to be restored
                 self.save()
         begin = time.perf_counter()
@@ -313,7 +315,7 @@ class KeptSequence:
         self.cut(0)
         try:
             self._runtime.copy(source._seq_id, self._seq_id, best, state)
-        except StateError as error:
+        except (StateError, MemoryError) as error:
             self._failed("copy", error)
             return None
         self.live.replace(prompt[:best])
@@ -330,7 +332,7 @@ class KeptSequence:
         self.cut(0)
         try:
             self._runtime.rewind(self._seq_id, n_tokens, checkpoint)
-        except StateError as error:
+        except (StateError, MemoryError) as error:
             self._failed("rewind", error)
             return f"the live state could not be cut back: {error}"
         self.live.replace(prompt[:n_tokens])
@@ -352,6 +354,9 @@ class KeptSequence:
             logger.info("a stored state was lost: %s", error)
             self._tree.reject(prompt, match, error.lost)
             return _LOST
+        except MemoryError as error:
+            self._failed("restore", error)
+            return "there was no memory to restore a stored state"
         except StateError as error:
             self._failed("restore", error)
             self._tree.reject(prompt, match, getattr(error, "refused", None))
@@ -379,6 +384,11 @@ class KeptSequence:
         start, end = self.live.n_tokens, self.live.n_tokens + n_tokens
         return sorted({end, *(position for position in self.due if start < position < end)})
 
+    def kept(self, prompt: IntArray) -> int:
+        """Return how many tokens of a prompt could be restored now. Changes nothing."""
+        align = 1 if self._keep_ends else self._align
+        return self._tree.match_prefix(prompt, align=align).n_tokens
+
     def expect_branch(self, n_tokens: int) -> int:
         """Plan for another prompt that shares the first `n_tokens` of the one being evaluated.
 
@@ -387,11 +397,16 @@ class KeptSequence:
             part a checkpoint is due there now.
         """
         at = align_down(n_tokens, self._align)
-        if self._runtime.traits.rolling:
-            if at <= self.live.n_tokens or not (self._tree.max_checkpoints and self.mode.writes):
-                return 0
-            if at not in self.due:
-                self.due = sorted({*self.due, at})
+        if not self._runtime.traits.rolling:
+            return at
+        if not (self._tree.max_checkpoints and self.mode.writes):
+            return 0
+        planned = [due for due in self.due if self.live.n_tokens < due <= at]
+        if planned and (at - planned[-1] < self._min_step or len(self.due) >= _MAX_DUE):
+            return planned[-1]  # each one costs a read and a batch of its own
+        if at <= self.live.n_tokens or len(self.due) >= _MAX_DUE:
+            return 0
+        self.due = sorted({*self.due, at})
         return at
 
     def note_evaluated(self, tokens: IntArray, *, scored: bool = False) -> None:
@@ -454,7 +469,7 @@ class KeptSequence:
                 read=lambda: self._runtime.read_checkpoint(seq_id),
             ):
                 return
-        except LlamakeepError as error:
+        except (LlamakeepError, MemoryError) as error:
             self._failed("checkpoint", error)
         self._tree.prune(tokens)
 
@@ -479,66 +494,71 @@ class KeptSequence:
         self.cut(n_tokens)
         return True
 
-    def save(self, n_tokens: int | None = None) -> None:
+    def save(self, n_tokens: int | None = None) -> bool:
         """Keep the rows of the first `n_tokens` that are live; None for all of them.
 
         A family with a rolling part keeps nothing past its last checkpoint, which `note_evaluated`
         took care of, unless it is to keep ends. Nor does a request whose mode says so. Never fails:
         what cannot be kept is counted and logged.
+
+        Returns:
+            Whether nothing of it is lost when the sequence is emptied now: it is all kept, or may
+            not be kept.
         """
-        if not self.mode.writes:
-            return
-        if self._runtime.traits.rolling:
-            if self._keep_ends and n_tokens in (None, self.live.n_tokens):
-                self._save_end()
-            return
-        end = self.live.n_tokens if n_tokens is None else min(n_tokens, self.live.n_tokens)
+        live = self.live
+        if not self.mode.writes or not live.n_tokens:
+            return True
+        end = live.n_tokens if n_tokens is None else min(n_tokens, live.n_tokens)
         if self._held() < end:
             self._lost()
-            return
+            return True
+        if self._runtime.traits.rolling:
+            return self._save_end() if self._keep_ends and end == live.n_tokens else False
         try:
-            self._save_spans(self.live.tokens[:end].copy())
-        except LlamakeepError as error:
+            return self._save_spans(live.tokens[:end].copy())
+        except (LlamakeepError, MemoryError) as error:
             self._failed("save", error)
+            return False
 
-    def _save_end(self) -> None:
-        """Take a checkpoint where the sequence ends, if the tree has none there."""
+    def _save_end(self) -> bool:
+        """Take a checkpoint where the sequence ends; return whether the tree has one there."""
         n_tokens = self.live.n_tokens
-        if not n_tokens or self.live.opaque or not self._tree.max_checkpoints:
-            return
-        if self._held() != n_tokens:
-            self._lost()
-        elif n_tokens not in self._tree.checkpoint_positions(self.live.tokens):
+        if self.live.opaque or not self._tree.max_checkpoints or self._held() != n_tokens:
+            return False
+        if n_tokens not in self._tree.checkpoint_positions(self.live.tokens):
             due, self.due = self.due, []
             self._take_checkpoint()
             self.due = due
+        return n_tokens in self._tree.checkpoint_positions(self.live.tokens)
 
     def lay_low(self) -> None:
         """Write the sequence anew, into the lowest cells that are free.
 
         Attention costs what the highest cell in use costs. What other sequences, gone by now, left
-        it above stays above them. Costs a read and a restore of the state.
+        it above stays above them. It is kept first, and stays where it is when that is refused.
+        Costs a save, of what is not kept, and a restore.
         """
         tokens, live = self.live.tokens.copy(), self.live
-        if live.opaque or not tokens.size or self._held() != tokens.size:
+        if live.opaque or not tokens.size or not self.mode.writes or not self.save():
+            return
+        match = self._tree.match_prefix(tokens)
+        if match.n_tokens != tokens.size:
             return
         decoded, n_scores = live.decoded, live.n_scores
-        try:
-            whole = read_whole(self._runtime, self._seq_id, int(tokens.size))
-            self.cut(0)
-            self._runtime.restore(self._seq_id, whole.n_tokens, whole.segments, whole.checkpoint)
-        except StateError as error:
-            self._failed("lay_low", error)
-            if self._held() != self.live.n_tokens:
+        if self._restore(tokens, match):
+            if self._held():
                 self.clear()
             return
-        self.hold(tokens)
         live.decoded, live.n_scores = decoded, n_scores
 
     def hold(self, tokens: IntArray) -> None:
-        """Note that the sequence was given exactly `tokens`, by a restore of its owner's."""
-        self._device = None
+        """Note that the sequence was given exactly `tokens`, by a restore of its owner's.
+
+        How they were evaluated is not known, so alignment buys nothing: it goes on at their end.
+        """
+        self._device, self.mode = None, Mode.ON
         self.live.replace(tokens)
+        self.live.decoded = True
 
     def _save_spans(self, tokens: IntArray, and_bytes: int = 0) -> bool:
         def read(start: int, end: int) -> Segment:

@@ -39,6 +39,7 @@ class Slot:
         last_used: When its last task ended; -1 before the first.
         kind: The kind of task that filled it.
         namespace: What makes its states incompatible with others.
+        keeps: What it holds may be saved.
         busy: Somebody evaluates into it: it is neither chosen, saved nor emptied meanwhile.
         cleared_all: A failure of this slot emptied every sequence of the runtime, and its owner
             has not been told the other slots yet.
@@ -59,6 +60,7 @@ class Slot:
         self.last_used = -1.0
         self.kind = ""
         self.namespace = b""
+        self.keeps = True
         self.busy = False
         self.cleared_all = False
         self._runtime = runtime

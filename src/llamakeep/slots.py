@@ -295,6 +295,7 @@ class Slots:
         update: bool,
         kind: str = COMPLETION,
         reads: bool = True,
+        writes: bool = True,
         namespace: bytes | None = None,
     ) -> Loaded | None:
         """Bring a slot to what it need not evaluate of a prompt, and save what that costs others.
@@ -305,6 +306,8 @@ class Slots:
             update: From `choose`.
             kind: One of `KINDS`.
             reads: Whether anything may be reused, what is live included.
+            writes: Whether anything of it may be kept. If not, what the slot held is saved first,
+                and an entry that is restored stays, in mode `upstream` too.
             namespace: As in `serve`.
 
         Returns:
@@ -315,13 +318,13 @@ class Slots:
         if slot.n_tokens and slot.namespace != mine:
             self._save(slot)
             self._clear(slot)
+        elif slot.n_tokens and not (reads and writes):
+            self._save(slot)  # it leaves nothing behind, what it goes on from included
         slot.namespace = mine
         loaded = None
         if kind == COMPLETION and self._cache.enabled and (update or self.mode == "keep"):
             if reads:
-                loaded = self._swap(slot, prompt)
-            else:
-                self._save(slot)
+                loaded = self._swap(slot, prompt, take=writes)
         elif kind != COMPLETION and self.mode == "keep" and slot.n_tokens:
             self._save(slot)  # what it adds, if it adds to it, is none of a completion's
             self._cache.update()
@@ -329,7 +332,7 @@ class Slots:
             self._save_idle(slot)
         slot.resume(prompt, int(prompt.size) if reads and kind not in _STATELESS else 0)
         self._others_too(slot)
-        slot.kind = kind
+        slot.kind, slot.keeps = kind, writes
         return loaded
 
     def _named(self, namespace: bytes | None) -> bytes:
@@ -376,11 +379,11 @@ class Slots:
 
     # -- saving and loading ------------------------------------------------------------------------
 
-    def _swap(self, slot: Slot, prompt: IntArray) -> Loaded:
+    def _swap(self, slot: Slot, prompt: IntArray, *, take: bool = True) -> Loaded:
         """Save what the slot would lose, and load what serves the prompt better."""
         if self.mode == "upstream":
             self._save(slot)
-            loaded = self._load(slot, prompt, None)
+            loaded = self._load(slot, prompt, None, take=take)
         else:
             if common_prefix(slot.tokens, prompt) < slot.n_tokens:
                 self._save(slot)
@@ -398,8 +401,8 @@ class Slots:
         return loaded
 
     def _save(self, slot: Slot) -> Saving:
-        if self.mode == "keep" and slot.kind != COMPLETION:
-            return Saving.NOTHING  # nobody asks for it again
+        if not slot.keeps or (self.mode == "keep" and slot.kind != COMPLETION):
+            return Saving.NOTHING  # it may not be kept, or nobody asks for it again
         saved = self._cache.save(
             self._runtime, slot.slot_id, slot.tokens, slot.checkpoints, namespace=slot.namespace
         )
@@ -407,7 +410,9 @@ class Slots:
             slot.count_failure("save")
         return saved
 
-    def _load(self, slot: Slot, prompt: IntArray, reach: int | None) -> Loaded:
+    def _load(
+        self, slot: Slot, prompt: IntArray, reach: int | None, *, take: bool = True
+    ) -> Loaded:
         held = slot.tokens
         with slot.moving():
             loaded = self._cache.load(
@@ -418,6 +423,7 @@ class Slots:
                 reach=reach,
                 most=self._most(prompt),
                 namespace=slot.namespace,
+                take=take,
             )
             if loaded.result is Loading.NO_MATCH:
                 slot.tokens = held
@@ -520,7 +526,8 @@ class Slots:
     def hold(self, slot: int, tokens: IntArray, *, namespace: bytes | None = None) -> None:
         """Note what somebody restored into an empty slot: tokens, and no checkpoints."""
         held = self.slots[slot]
-        held.tokens, held.kind, held.namespace = tokens, COMPLETION, self._named(namespace)
+        held.tokens, held.kind, held.keeps = tokens, COMPLETION, True
+        held.namespace = self._named(namespace)
 
     def check(self) -> None:
         """Compare what slots and cache think with what is there.

@@ -35,8 +35,8 @@ from llamakeep.engine.slotfile import SlotFile, read_slot_file, write_slot_file
 from llamakeep.engine.view import SlotInfo
 from llamakeep.errors import ContextOverflow, EngineClosed, InvalidValue, QueueFull, whole_number
 from llamakeep.runtime.base import Runtime, Vocab
-from llamakeep.tokens import as_tokens
-from llamakeep.wholes import read_whole
+from llamakeep.tokens import IntArray, as_tokens
+from llamakeep.wholes import Whole, read_whole
 
 logger = logging.getLogger("llamakeep")
 
@@ -83,6 +83,7 @@ class Engine:
     Attributes:
         n_ctx: Tokens that all slots together have room for, and each of them.
         n_slots: How many requests are answered at once.
+        on_stop: Called when the engine's thread has ended without having been closed; from it.
         on_record: Called with the record of each request that ended, from the engine's thread.
 
     Raises:
@@ -110,6 +111,7 @@ class Engine:
         self.n_slots = runtime.n_seqs
         self.vocab = runtime.vocab if vocab is None else vocab
         self.model_name = model_name
+        self.on_stop: Callable[[], None] | None = None
         self.on_record: Callable[[dict[str, Any]], None] | None = None
         self._runtime = runtime
         self._keeping = keeping
@@ -157,7 +159,7 @@ class Engine:
 
         It hears it in the engine's thread.
         """
-        self._scheduler.on_saved = listener
+        self._scheduler.cells.on_saved = listener
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -277,16 +279,15 @@ class Engine:
             StoreError: When the file cannot be written; one that was there is unchanged.
         """
 
-        def save() -> SlotFile:
+        def look() -> tuple[IntArray, Whole, bytes]:
             self._idle(slot_id)
             tokens = self._keeping.tokens(slot_id).copy()
             if not tokens.size:
                 raise InvalidValue(f"slot {slot_id} is empty: there is nothing to save")
             whole = read_whole(self._runtime, slot_id, int(tokens.size))
-            namespace = self._keeping.namespace(slot_id)
-            return write_slot_file(path, tokens, whole, namespace, key=self._file_key)
+            return tokens, whole, self._keeping.namespace(slot_id)
 
-        return self.call(save)
+        return write_slot_file(path, *self.call(look), key=self._file_key)
 
     def slot_restore(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
         """Put what a file holds into an idle slot; what the slot held is kept first.
@@ -299,23 +300,27 @@ class Engine:
             ContextOverflow: When it has more tokens than the context has room for.
             RestoreFailed: When the runtime refuses it; the slot is empty then.
         """
+        self.call(lambda: self._idle(slot_id))
+        namespace = self._keeping.namespace_of(salt)
+        found, tokens, whole = read_slot_file(path, namespace, key=self._file_key)
+        if tokens.size > self.n_ctx:
+            raise ContextOverflow(
+                f"{path.name} has {tokens.size} tokens, the context room for {self.n_ctx}",
+                n_tokens=int(tokens.size),
+                n_ctx=self.n_ctx,
+            )
 
-        def restore() -> SlotFile:
+        def restore() -> None:
             self._idle(slot_id)
-            namespace = self._keeping.namespace_of(salt)
-            found, tokens, whole = read_slot_file(path, namespace, key=self._file_key)
-            if tokens.size > self.n_ctx:
-                raise ContextOverflow(
-                    f"{path.name} has {tokens.size} tokens, the context room for {self.n_ctx}",
-                    n_tokens=int(tokens.size),
-                    n_ctx=self.n_ctx,
-                )
+            slot = self._scheduler.slots[slot_id]
             self._keeping.park(slot_id)
+            self._scheduler.cells.begins(slot)
+            self._scheduler.cells.make_room(int(tokens.size), slot)
             self._runtime.restore(slot_id, whole.n_tokens, whole.segments, whole.checkpoint)
             self._keeping.hold(slot_id, tokens, salt)
-            return found
 
-        return self.call(restore)
+        self.call(restore)
+        return found
 
     def slot_erase(self, slot_id: int) -> int:
         """Empty an idle slot; return how many tokens it held. What is kept of it stays kept.
@@ -354,7 +359,7 @@ class Engine:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Keep what idle slots hold, and wait until all of it is in the tiers below memory too."""
-        self.call(self._scheduler.save_idle)
+        self.call(self._scheduler.cells.save_idle)
         return self._keeping.flush(timeout_s)
 
     def check(self) -> None:
@@ -414,7 +419,7 @@ class Engine:
         """Run what other threads asked for; wait for it when there is nothing else to do."""
         block = not self._scheduler.has_work and not self._closing
         if block and self._inbox.empty() and not self._resting:
-            self._scheduler.guarded("save", self._rest)
+            self._scheduler.cells.guarded("save", self._rest)
         self._resting = block
         while True:
             try:
@@ -428,7 +433,7 @@ class Engine:
     def _rest(self) -> None:
         """Nobody waits: what is live goes below memory, if there is something below."""
         if self._keeping.has_tiers:
-            self._scheduler.save_idle()
+            self._scheduler.cells.save_idle()
 
     def _ended(self, job: Job, stop: str) -> None:
         with self._gate:
@@ -436,12 +441,14 @@ class Engine:
         record = self._records.add(job, stop)
         listener = self.on_record
         if listener is not None:
-            self._scheduler.guarded("record", lambda: listener(record))
+            self._scheduler.cells.guarded("record", lambda: listener(record))
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""
         with self._gate:
-            self._closing = True
+            was_closed, self._closing = self._closing, True
+        if not was_closed and self.on_stop is not None:
+            self._scheduler.cells.guarded("stop", self.on_stop)
         scheduler, error = self._scheduler, EngineClosed("the engine is shutting down")
         while True:
             try:
@@ -449,8 +456,8 @@ class Engine:
             except queue.Empty:
                 break
             if order is not None:
-                scheduler.guarded("order", order)
+                scheduler.cells.guarded("order", order)
         scheduler.fail_waiting(error)
         scheduler.fail_running(error)
-        scheduler.guarded("close", lambda: self._keeping.close(self._flush_s))
-        scheduler.guarded("close", self._runtime.close)
+        scheduler.cells.guarded("close", lambda: self._keeping.close(self._flush_s))
+        scheduler.cells.guarded("close", self._runtime.close)

@@ -25,7 +25,7 @@ class Keeping(Protocol):
     """
 
     parks: bool
-    """What an idle slot holds is kept when it is parked, so parking loses nothing."""
+    """Idle slots may be parked while others run: what they hold is kept then."""
     has_tiers: bool
     """There are tiers below memory, in which what is kept outlives the process."""
 
@@ -50,8 +50,14 @@ class Keeping(Protocol):
         """Return where to stop on the way to `end`, so that a checkpoint can be taken."""
         ...  # pragma: no cover - protocol
 
-    def will_share(self, slot_id: int, n_tokens: int) -> int:
-        """Return how much of its first `n_tokens` another slot can have once it has them all."""
+    def worth_waiting(self, slot_id: int, prompt: IntArray, n_tokens: int) -> int:
+        """Return the tokens that a prompt need not evaluate if it waits for a slot.
+
+        Args:
+            slot_id: It holds the beginning of the prompt, and is about to evaluate more of it.
+            prompt: What waits.
+            n_tokens: How many of the prompt's tokens the slot will have.
+        """
         ...  # pragma: no cover - protocol
 
     def evaluated(self, slot_id: int, tokens: IntArray) -> bool:
@@ -70,8 +76,16 @@ class Keeping(Protocol):
         """Keep what a slot holds; it goes on holding it."""
         ...  # pragma: no cover - protocol
 
-    def park(self, slot_id: int) -> None:
-        """Keep what a slot holds, and empty it."""
+    def park(self, slot_id: int, *, force: bool = True) -> bool:
+        """Keep what a slot holds, and empty it.
+
+        Args:
+            slot_id: The slot.
+            force: Empty it also when it cannot be kept.
+
+        Returns:
+            Whether it is empty now.
+        """
         ...  # pragma: no cover - protocol
 
     def lay_low(self, slot_id: int) -> None:
@@ -125,7 +139,9 @@ class TreeKeeping:
     Args:
         runtime: Holds a sequence for each slot.
         tree: Keeps their states; of a store without capacity, only what is live is reused.
-        namespace_of: Returns what makes a tenant's states incompatible with others, for its salt.
+        namespaces: Returns what makes a tenant's states incompatible with others, for its salt.
+        all_namespaces: Returns those of all tenants of this model and these settings, those of
+            earlier processes included, for `forget`.
         similarity: Share of a prompt that an idle slot must hold to be chosen for it; else the one
             used least recently is.
         align: See `KeptSequence`.
@@ -136,8 +152,9 @@ class TreeKeeping:
         self,
         runtime: Runtime,
         tree: PrefixTree,
-        namespace_of: Callable[[str], bytes],
+        namespaces: Callable[[str], bytes],
         *,
+        all_namespaces: Callable[[], Sequence[bytes]] = tuple,
         similarity: float = 0.1,
         align: int = 8,
         min_step: int = 512,
@@ -147,9 +164,9 @@ class TreeKeeping:
         self.failures: dict[str, int] = {}
         self._runtime = runtime
         self._tree = tree
-        self._digest_of = namespace_of
+        self.namespace_of = namespaces
+        self._all_namespaces = all_namespaces
         self._similarity = similarity
-        self._namespaces: set[bytes] = set()
         self._salts = [""] * runtime.n_seqs
         self._sequences = [
             KeptSequence(
@@ -160,17 +177,12 @@ class TreeKeeping:
                 min_step=min_step,
                 save_late=True,
                 keep_ends=True,
-                namespace=self._namespace(""),
+                namespace=namespaces(""),
             )
             for seq_id in range(runtime.n_seqs)
         ]
         for sequence in self._sequences:
             sequence.failures = self.failures
-
-    def _namespace(self, salt: str) -> bytes:
-        namespace = self._digest_of(salt)
-        self._namespaces.add(namespace)
-        return namespace
 
     def tokens(self, slot_id: int) -> IntArray:
         """Return what a slot holds."""
@@ -181,21 +193,22 @@ class TreeKeeping:
         if request.slot is not None:
             return request.slot
         best, shared = -1, self._similarity * request.prompt.size
-        for slot_id in idle:
+        for slot_id in idle if request.mode.reads else ():
             if self._salts[slot_id] == request.salt:
                 common = common_prefix(self.tokens(slot_id), request.prompt)
                 if common > shared:
                     best, shared = slot_id, common
         if best >= 0:
             return best
-        return min(idle, key=lambda slot_id: (last_used[slot_id], slot_id))
+        held = [bool(self.tokens(slot_id).size) for slot_id in range(len(self._sequences))]
+        return min(idle, key=lambda slot_id: (held[slot_id], last_used[slot_id], slot_id))
 
     def begin(self, slot_id: int, known: IntArray, request: Request) -> Reuse:
         """Bring a slot to the deepest prefix of `known` that is live anywhere, or kept."""
         sequence = self._sequences[slot_id]
         if self._salts[slot_id] != request.salt:
             self.park(slot_id)
-            sequence.namespace = self._namespace(request.salt)
+            sequence.namespace = self.namespace_of(request.salt)
             self._salts[slot_id] = request.salt
         others = [
             other
@@ -211,9 +224,16 @@ class TreeKeeping:
         sequence = self._sequences[slot_id]
         return sequence.cuts(end - sequence.live.n_tokens)[0]
 
-    def will_share(self, slot_id: int, n_tokens: int) -> int:
-        """Return how much of its prompt another slot can have, and see that it can."""
-        return self._sequences[slot_id].expect_branch(n_tokens)
+    def worth_waiting(self, slot_id: int, prompt: IntArray, n_tokens: int) -> int:
+        """Return what waiting saves; a checkpoint is due then where the prompts part."""
+        sequence = self._sequences[slot_id]
+        there = sequence.live.n_tokens
+        at = sequence.expect_branch(n_tokens)
+        if at <= there:
+            return 0
+        if self._runtime.traits.rolling:  # nothing can be copied before that checkpoint is there
+            there = sequence.kept(prompt[:at])
+        return at - there
 
     def evaluated(self, slot_id: int, tokens: IntArray) -> bool:
         """Note tokens that were evaluated, and take a checkpoint where one is due."""
@@ -240,12 +260,12 @@ class TreeKeeping:
         """Keep what the slot holds."""
         self._sequences[slot_id].save()
 
-    def park(self, slot_id: int) -> None:
+    def park(self, slot_id: int, *, force: bool = True) -> bool:
         """Keep what the slot holds, and empty it."""
         sequence = self._sequences[slot_id]
-        if sequence.live.n_tokens:
-            sequence.save()
+        if sequence.save() or force:
             sequence.clear()
+        return not sequence.live.n_tokens
 
     def lay_low(self, slot_id: int) -> None:
         """Move what the slot holds into the lowest cells that are free."""
@@ -258,16 +278,12 @@ class TreeKeeping:
     def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
         """Note what was restored into the slot."""
         self._salts[slot_id] = salt
-        self._sequences[slot_id].namespace = self._namespace(salt)
+        self._sequences[slot_id].namespace = self.namespace_of(salt)
         self._sequences[slot_id].hold(tokens)
 
     def namespace(self, slot_id: int) -> bytes:
         """Return the namespace of the slot's tenant."""
         return self._sequences[slot_id].namespace
-
-    def namespace_of(self, salt: str) -> bytes:
-        """Return the namespace of a tenant."""
-        return self._namespace(salt)
 
     def stats(self) -> dict[str, Any]:
         """Return the tree's counters and sizes, and those of the tiers below."""
@@ -291,7 +307,7 @@ class TreeKeeping:
     def forget(self) -> None:
         """Forget what is kept, on disk too; a shared tier keeps what it has until it expires."""
         self._tree.clear()
-        self._tree.store.forget_namespaces(list(self._namespaces))
+        self._tree.store.forget_namespaces(list(self._all_namespaces()))
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait for the tiers below memory."""

@@ -18,6 +18,9 @@ from llamakeep.sampling import Sampling
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
+MAX_STOP_CHARS = 1 << 14
+"""Length of all stop strings of a request together."""
+
 
 class Stop(str, enum.Enum):
     """Why an answer ended."""
@@ -81,6 +84,10 @@ class Request:
         whole_number("n_probs", self.n_probs, 0)
         if any(not text for text in self.stop):
             raise InvalidValue("a stop string has at least one character")
+        if (n_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS:
+            raise InvalidValue(
+                f"stop strings have {n_chars:,} characters together, at most {MAX_STOP_CHARS:,}"
+            )
         starts = self.user_starts
         if list(starts) != sorted(set(starts)) or any(
             not 0 <= start < self.prompt.size for start in starts

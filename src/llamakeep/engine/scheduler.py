@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from llamakeep.engine.batching import Pace, chunk_end, share_out
+from llamakeep.engine.cells import Cells, SlotState
 from llamakeep.engine.job import Job
 from llamakeep.engine.keeping import Keeping
-from llamakeep.engine.request import Choice, Failed, Finished, Stop, TokenProb
+from llamakeep.engine.probs import with_probs
+from llamakeep.engine.request import Choice, Failed, Finished, Stop
 from llamakeep.errors import ContextOverflow, DecodeError, LlamakeepError, NoRoom
 from llamakeep.runtime.base import Part, Runtime, Vocab
 from llamakeep.tokens import IntArray, common_prefix
@@ -31,27 +29,6 @@ _TRIES = 3
 """How often a request may begin because its sequence was lost."""
 _WORTH_WAITING = 64
 """Tokens of a common beginning for which a prompt waits until another has evaluated them."""
-_WORTH_MOVING = 256
-"""Tokens of others that a slot was above, below which it is not laid low."""
-
-
-class SlotState:
-    """A sequence and the job that has it.
-
-    Attributes:
-        slot_id: Its number, the sequence's too.
-        job: What it answers; None while it is idle.
-        last_used: When its last answer ended; -1 before the first.
-        n_began: Grows with every job that begins in any slot.
-        crowd: Tokens that others held while this one was filled, so that its cells are above them.
-    """
-
-    def __init__(self, slot_id: int) -> None:
-        self.slot_id = slot_id
-        self.job: Job | None = None
-        self.last_used = -1.0
-        self.n_began = 0
-        self.crowd = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +67,7 @@ class Scheduler:
         waiting: Jobs without a slot, the first to come first.
         n_batches: Batches that were run.
         n_parts: Slots that took part in them, summed up.
-        on_saved: Called with the milliseconds that each save of a slot took; None for no calls.
+        cells: Who holds the context's cells.
     """
 
     def __init__(
@@ -108,13 +85,12 @@ class Scheduler:
         self.slots = [SlotState(slot_id) for slot_id in range(runtime.n_seqs)]
         self.waiting: deque[Job] = deque()
         self.n_batches = self.n_parts = 0
-        self.on_saved: Callable[[float], None] | None = None
+        self.cells = Cells(runtime, keeping, self.slots, clock=clock, park_idle=park_idle)
         self._runtime = runtime
         self._vocab = vocab
         self._keeping = keeping
         self._on_end = on_end
         self._clock = clock
-        self._park_idle = park_idle and keeping.parks
         self._align = align
         self._pace = Pace(stall_ms, runtime.n_batch)
         self._begun = itertools.count(1)
@@ -139,38 +115,11 @@ class Scheduler:
             if slot.job is not None and slot.job.cancelled:
                 self._finish(slot, slot.job, Stop.CANCELLED)
 
-    def save_idle(self) -> None:
-        """Keep what idle slots hold."""
-        for slot in self.slots:
-            if slot.job is None:
-                self._timed(self._keeping.save, slot)
-
-    def _park(self, slot: SlotState) -> None:
-        """Keep what a slot holds, and empty it."""
-        self._timed(self._keeping.park, slot)
-
-    def _timed(self, save: Callable[[int], None], slot: SlotState) -> None:
-        """Save a slot, and tell how long that took, if there was something to save."""
-        if not self._held(slot):
-            return
-        begin = self._clock()
-        save(slot.slot_id)
-        ms = (self._clock() - begin) * 1e3
-        if self.on_saved is not None:
-            self.on_saved(ms)
-
-    def guarded(self, what: str, action: Callable[[], None]) -> None:
-        """Do something that no request should fail of."""
-        try:
-            action()
-        except Exception:
-            self._keeping.failures[what] = self._keeping.failures.get(what, 0) + 1
-            logger.exception("%s failed", what)
-
     # -- who gets a slot ---------------------------------------------------------------------------
 
     def start_waiting(self) -> None:
         """Give idle slots to those that wait, in their order."""
+        n_patient = 0
         for job in tuple(self.waiting):
             idle = [slot.slot_id for slot in self.slots if slot.job is None]
             if not idle:
@@ -178,21 +127,17 @@ class Scheduler:
             wanted = job.request.slot
             if wanted is not None and wanted not in idle:
                 continue  # the others need not wait for that slot
-            if not self._fits(job):
+            if not self.cells.fit(job):
                 break
             if self._is_coming(job):
+                n_patient += 1
+                if n_patient > len(self.slots):
+                    break  # to look at all of a long queue each time would cost too much
                 continue
             used = [slot.last_used for slot in self.slots]
             slot_id = self._keeping.choose(idle, job.request, used)
             self.waiting.remove(job)
             self._begin(self.slots[slot_id], job)
-
-    def _fits(self, job: Job) -> bool:
-        """Whether there are cells for a prompt beside what runs; alone it always fits."""
-        running = [slot.job.n_known for slot in self.slots if slot.job is not None]
-        if not running or not self._runtime.traits.family.has_rows:
-            return True
-        return sum(running) + len(running) + job.n_known <= self._runtime.n_ctx
 
     def _is_coming(self, job: Job) -> bool:
         """Whether another slot is about to evaluate much that this prompt begins with, too."""
@@ -207,10 +152,10 @@ class Scheduler:
             if other.n_known - done <= 1:
                 continue  # its prompt is evaluated
             shared = common_prefix(other.known, known)
-            if shared - done < _WORTH_WAITING:
+            if shared <= max(done, _WORTH_WAITING):
                 continue
-            at = self._keeping.will_share(slot.slot_id, shared)
-            if at - done >= _WORTH_WAITING:
+            saved = self._keeping.worth_waiting(slot.slot_id, known, shared)
+            if saved >= _WORTH_WAITING:
                 return True
         return False
 
@@ -222,7 +167,8 @@ class Scheduler:
                 job.sampler = self._runtime.sampler(job.request.sampling)
                 job.sampler.accept(job.request.prompt)
             slot.job, slot.n_began = job, next(self._begun)
-            self._make_cells(job.n_known - self._held(slot), slot)
+            self.cells.begins(slot)
+            self.cells.make_room(job.n_known - self._held(slot), slot)
             reuse = self._keeping.begin(slot.slot_id, job.known, job.request)
             job.begin(slot.slot_id, reuse, self._clock())
             job.progressed(reuse.reused_tokens, self._clock())
@@ -231,37 +177,8 @@ class Scheduler:
         except Exception as error:
             logger.exception("request %d could not begin", job.id)
             self._keeping.clear(slot.slot_id)
-            self._fail(slot, job, LlamakeepError(f"the request could not begin: {error}"))
-
-    def _live_tokens(self) -> int:
-        return sum(self._held(slot) for slot in self.slots)
-
-    def _make_cells(self, n_tokens: int, spare: SlotState) -> None:
-        """Empty idle slots, those used least recently first, until so many tokens have room.
-
-        Cells that slots share count for each of them.
-        """
-        if not self._runtime.traits.family.has_rows:
-            return
-        idle = [slot for slot in self.slots if slot.job is None and slot is not spare]
-        for slot in sorted(idle, key=lambda slot: slot.last_used):
-            if self._live_tokens() + n_tokens <= self._runtime.n_ctx:
-                return
-            self._park(slot)
-
-    def _clear_the_way(self) -> None:
-        """Park idle slots while others run, and lay low what was above them."""
-        held = [slot for slot in self.slots if self._held(slot)]
-        total = self._live_tokens()
-        for slot in self.slots:
-            slot.crowd = max(slot.crowd, total - self._held(slot)) if slot in held else 0
-        for slot in held if self._park_idle else ():
-            if slot.job is None:
-                self.guarded("park", partial(self._park, slot))
-        left = [slot for slot in held if self._held(slot)]
-        if len(left) == 1 and left[0].crowd >= _WORTH_MOVING:
-            left[0].crowd = 0
-            self.guarded("lay_low", partial(self._keeping.lay_low, left[0].slot_id))
+            why = str(error) or type(error).__name__
+            self._fail(slot, job, LlamakeepError(f"the request could not begin: {why}"))
 
     # -- one batch ---------------------------------------------------------------------------------
 
@@ -272,7 +189,7 @@ class Scheduler:
         """
         if not self.n_busy:
             return
-        self._clear_the_way()
+        self.cells.clear_the_way()
         pieces = self._plan()
         if not pieces:
             return
@@ -289,31 +206,37 @@ class Scheduler:
             for piece in pieces:
                 self._again(piece.slot, piece.job, str(error))
             return
-        now = self._clock()
         self.n_batches += 1
         self.n_parts += len(pieces)
-        self._pace.ran(sum(piece.tokens.size for piece in pieces), (now - begin) * 1e3)
         # Samplers first: any other native call ends the life of the outputs.
         chosen = [
             None if output is None else self._sample(piece.job, output)
             for piece, output in zip(pieces, outputs, strict=True)
         ]
+        now = self._clock()
+        if any(output is not None for output in outputs):  # which waits for a device, too
+            self._pace.ran(sum(piece.tokens.size for piece in pieces), (now - begin) * 1e3)
         for piece, choice in zip(pieces, chosen, strict=True):
             slot, job = piece.slot, piece.job
-            if not self._keeping.evaluated(slot.slot_id, piece.tokens):
-                self._again(slot, job, "its sequence lost what it held")
-            elif isinstance(choice, LlamakeepError):
+            is_there = self._keeping.evaluated(slot.slot_id, piece.tokens)
+            if isinstance(choice, LlamakeepError):
                 self._fail(slot, job, choice)
-            else:
+                continue
+            if is_there:
+                job.n_tries = 0
                 job.progressed(self._held(slot), now)
-                if choice is not None:
-                    self._answer(slot, job, choice)
+            if choice is not None:  # it is right whatever became of the sequence since
+                self._answer(slot, job, choice)
+            if not is_there and slot.job is job:
+                self._again(slot, job, "its sequence lost what it held")
 
     def _plan(self) -> list[_Piece]:
         """Return what the next batch is made of: a token of each answer, pieces of prompts."""
         pieces: list[_Piece] = []
         prompts: list[tuple[SlotState, Job, int]] = []
-        for slot in self.slots:
+        failed = [slot for slot in self.slots if slot.job is not None and slot.job.n_tries]
+        # Of those whose batch failed each is tried alone, so that one does not fail the others.
+        for slot in failed[:1] or self.slots:
             job = slot.job
             if job is None:
                 continue
@@ -345,26 +268,11 @@ class Scheduler:
         try:
             token = job.sampler.sample(output)
             n_probs = job.request.n_probs
-            return (
-                self._told(token, self._runtime.logits_of(output), n_probs)
-                if n_probs
-                else (Choice(token))
-            )
+            if not n_probs:
+                return Choice(token)
+            return with_probs(token, self._runtime.logits_of(output), n_probs, self._vocab)
         except LlamakeepError as error:
             return error
-
-    def _told(self, token: int, logits: npt.NDArray[np.float32], n_probs: int) -> Choice:
-        """Return a token with its log probability, and the `n_probs` likeliest with theirs."""
-        top = float(logits.max())
-        logprobs = logits - (top + math.log(float(np.exp(logits - top).sum(dtype=np.float64))))
-        n_probs = min(n_probs, int(logits.size))
-        likeliest = np.argpartition(-logprobs, n_probs - 1)[:n_probs]
-        likeliest = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
-
-        def of(one: int) -> TokenProb:
-            return TokenProb(one, self._vocab.piece(one, special=True), float(logprobs[one]))
-
-        return Choice(token, of(token), tuple(of(int(one)) for one in likeliest))
 
     def _answer(self, slot: SlotState, job: Job, choice: Choice) -> None:
         """Add a token to an answer, or end it."""
@@ -399,12 +307,12 @@ class Scheduler:
         """There are no cells for a batch: make some, from the one that is missed least."""
         idle = [slot for slot in self.slots if slot.job is None and self._held(slot)]
         if idle:
-            self._park(min(idle, key=lambda slot: slot.last_used))
+            self.cells.empty(min(idle, key=lambda slot: slot.last_used))
             return
         running = [(slot, slot.job) for slot in self.slots if slot.job is not None]
         slot, job = max(running, key=lambda pair: pair[0].n_began)
         if len(running) > 1:
-            self._park(slot)
+            self.cells.empty(slot)
             slot.job = None
             self.waiting.appendleft(job)
         elif job.n_generated:
@@ -428,6 +336,7 @@ class Scheduler:
     def _fail(self, slot: SlotState | None, job: Job, error: LlamakeepError) -> None:
         if slot is not None:
             slot.job, slot.last_used = None, self._clock()
+            self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
         self._end(job, Failed(error))
 
     def _end(self, job: Job, last: Finished | Failed) -> None:
@@ -455,4 +364,4 @@ class Scheduler:
 
     def _held(self, slot: SlotState) -> int:
         """Return how many tokens a slot holds."""
-        return int(self._keeping.tokens(slot.slot_id).size)
+        return self.cells.held(slot)

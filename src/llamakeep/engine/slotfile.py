@@ -148,6 +148,8 @@ def _pack(whole: Whole) -> Buffer:
 
 
 def _unpack(payload: Buffer, n_tokens: int, name: str) -> Whole:
+    if payload.nbytes < _HEAD.size:
+        raise BlobRejected(f"{name} has {payload.nbytes} bytes of state", reason="corrupt")
     n_segments, n_rolling = _HEAD.unpack_from(payload.data)
     at = _HEAD.size + n_segments * _SPAN.size
     if n_segments > n_tokens or at > payload.nbytes:

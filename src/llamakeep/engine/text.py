@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 
 class Writer:
-    """Turns the bytes of tokens into text, and stops at the first stop string.
+    """Turns the bytes of tokens into text, and stops at the first stop string that is complete.
 
     What could still become part of a stop string is held back, and so are the first bytes of a
-    letter whose rest has not come. Bytes that are no text become U+FFFD. Costs, for each piece,
-    one search of the held text for each stop string.
+    letter whose rest has not come. Bytes that are no text become U+FFFD. Costs, for each letter, a
+    step of each stop string's automaton.
 
     Args:
-        stop: Texts that end it. Of several that begin at one place the longest counts.
+        stop: Texts that end it. Of several that end at one place the longest counts.
 
     Attributes:
         stopped_by: The stop string that ended it, or "".
@@ -22,7 +22,7 @@ class Writer:
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stopped_by = ""
-        self._stop = sorted(stop, key=len, reverse=True)
+        self._stop = [_Automaton(text) for text in sorted(set(stop), key=len, reverse=True)]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
 
@@ -33,37 +33,55 @@ class Writer:
         """
         if self.stopped_by:
             return ""
-        self._held += self._decoder.decode(piece)
-        return self._release()
+        return self._take(self._decoder.decode(piece))
 
     def finish(self) -> str:
         """Return what is left, at the end of the answer; half a letter becomes U+FFFD."""
         if self.stopped_by:
             return ""
-        self._held += self._decoder.decode(b"", final=True)
-        text = self._release()
+        text = self._take(self._decoder.decode(b"", final=True))
         if not self.stopped_by:
             text, self._held = text + self._held, ""
         return text
 
-    def _release(self) -> str:
-        held = self._held
+    def _take(self, text: str) -> str:
         if not self._stop:
-            self._held = ""
-            return held
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            at, _, self.stopped_by = min(found)
-            self._held = ""
-            return held[:at]
-        safe = len(held) - max(_overlap(held, stop) for stop in self._stop)
-        self._held = held[safe:]
-        return held[:safe]
+            return text
+        before = len(self._held)
+        self._held += text
+        for at, letter in enumerate(text, before + 1):
+            for automaton in self._stop:
+                if automaton.step(letter):
+                    self.stopped_by = automaton.text
+                    text, self._held = self._held[: at - len(automaton.text)], ""
+                    return text
+        safe = len(self._held) - max(automaton.matched for automaton in self._stop)
+        text, self._held = self._held[:safe], self._held[safe:]
+        return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+class _Automaton:
+    """Knows how much of a text the letters so far end with (Knuth, Morris and Pratt).
+
+    Attributes:
+        text: What it looks for.
+        matched: How many letters of it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._falls = [0] * len(text)
+        matched = 0
+        for at in range(1, len(text)):
+            while matched and text[at] != text[matched]:
+                matched = self._falls[matched - 1]
+            matched += text[at] == text[matched]
+            self._falls[at] = matched
+
+    def step(self, letter: str) -> bool:
+        """Go on by a letter; return whether the text is complete."""
+        while self.matched and self.text[self.matched] != letter:
+            self.matched = self._falls[self.matched - 1]
+        self.matched += self.text[self.matched] == letter
+        return self.matched == len(self.text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llamakeep.engine.cells import SlotState
 from llamakeep.engine.request import Request
-from llamakeep.engine.scheduler import SlotState
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamakeep.engine.request import Request
-from llamakeep.entries import Entry, Loading
+from llamakeep.entries import Entry, Loading, Saving
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
-from llamakeep.slots import COMPLETION, Slots
+from llamakeep.slots import Slots
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray
 
@@ -27,6 +27,7 @@ class PromptKeeping:
         runtime: Holds a sequence for each slot.
         cache: Keeps whole prompts; only this object uses it.
         namespace_of: Returns what makes a tenant's states incompatible with others, for its salt.
+        clock: Seconds.
         options: For `Slots`.
     """
 
@@ -35,6 +36,8 @@ class PromptKeeping:
         runtime: Runtime,
         cache: PromptCache,
         namespace_of: Callable[[str], bytes],
+        *,
+        clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
         self.parks = False  # when a task begins the idle slots are saved, at no other time
@@ -42,7 +45,8 @@ class PromptKeeping:
         self._runtime = runtime
         self._cache = cache
         self._digest_of = namespace_of
-        self._slots = Slots(runtime, cache, **options)
+        self._clock = clock
+        self._slots = Slots(runtime, cache, clock=clock, **options)
         self._tasks = [0] * runtime.n_seqs
         self._update = [True] * runtime.n_seqs
         self._salts = [""] * runtime.n_seqs
@@ -77,9 +81,10 @@ class PromptKeeping:
             known,
             update=self._update[slot_id],
             reads=request.mode.reads,
+            writes=request.mode.writes,
             namespace=self._digest_of(request.salt),
         )
-        slot.busy, slot.kind = True, COMPLETION if request.mode.writes else "unkept"
+        slot.busy = True
         self._tasks[slot_id] = self._slots.next_task()
         restored = loaded is not None and loaded.result is Loading.RESTORED
         reused = slot.n_tokens
@@ -98,7 +103,7 @@ class PromptKeeping:
         )
         return min(stop, end)
 
-    def will_share(self, slot_id: int, n_tokens: int) -> int:
+    def worth_waiting(self, slot_id: int, prompt: IntArray, n_tokens: int) -> int:
         """Return 0: llama-server lets every prompt evaluate for itself."""
         return 0
 
@@ -117,7 +122,7 @@ class PromptKeeping:
     def end(self, slot_id: int, request: Request) -> None:
         """Leave the slot as it is; empty it when nothing of it may be kept."""
         slot = self._slots.slots[slot_id]
-        slot.busy, slot.last_used = False, time.monotonic()
+        slot.busy, slot.last_used = False, self._clock()
         self._requests[slot_id] = None
         if not request.mode.writes:
             self._slots.clear(slot_id)
@@ -125,13 +130,15 @@ class PromptKeeping:
     def save(self, slot_id: int) -> None:
         """Do nothing: a prompt is saved when another one takes its slot."""
 
-    def park(self, slot_id: int) -> None:
+    def park(self, slot_id: int, *, force: bool = True) -> bool:
         """Keep what a slot holds, and empty it."""
         slot = self._slots.slots[slot_id]
         if slot.n_tokens:
-            self._slots.save(slot_id)
-            self._slots.clear(slot_id)
+            saved = self._slots.save(slot_id)
+            if force or saved in (Saving.SAVED, Saving.CACHED) or not slot.keeps:
+                self._slots.clear(slot_id)
         slot.busy = False
+        return not slot.n_tokens
 
     def lay_low(self, slot_id: int) -> None:
         """Do nothing: llama-server does not."""

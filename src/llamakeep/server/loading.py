@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -24,6 +25,8 @@ from llamakeep.tree import PrefixTree
 
 SEGMENT_TOKENS = 256
 """Longest span that is kept as one piece, as with `attach`: so both can share what is on disk."""
+_MOST_TENANTS = 4_096
+"""Tenants whose namespace is remembered."""
 
 
 class Tenants:
@@ -37,21 +40,44 @@ class Tenants:
     def __init__(self, namespace: Namespace, store: TreeStore) -> None:
         self._namespace = namespace
         self._store = store
-        self._introduced: set[bytes] = set()
+        self._digests: OrderedDict[str, bytes] = OrderedDict()
 
     def __call__(self, salt: str) -> bytes:
-        """Return what makes the states of the tenant with this salt incompatible with others."""
-        namespace = self._namespace
-        if salt:
-            own = namespace.salt
-            own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
-            namespace = replace(namespace, salt=json.dumps([own, salt]))
-        digest = namespace.digest
-        if digest not in self._introduced:
-            self._introduced.add(digest)
+        """Return what makes the states of the tenant with this salt incompatible with others.
+
+        From any thread. Of a tenant that was not seen for long it is computed again.
+        """
+        digest = self._digests.get(salt)
+        if digest is None:
+            namespace = self._namespace
+            if salt:
+                own = namespace.salt
+                own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
+                namespace = replace(namespace, salt=json.dumps([own, salt]))
+            digest = self._digests[salt] = namespace.digest
+            while len(self._digests) > _MOST_TENANTS:
+                self._digests.popitem(last=False)
             for tier in self._store.below:
                 tier.introduce(digest, namespace.describe())
         return digest
+
+    def all(self) -> list[bytes]:
+        """Return every namespace in the tiers below of this model and these settings.
+
+        Those of earlier processes are among them, whatever salt they had.
+        """
+        mine = _without_tenant(self._namespace.describe())
+        return [
+            digest
+            for tier in self._store.below
+            for digest, description in tier.namespaces().items()
+            if _without_tenant(description) == mine
+        ]
+
+
+def _without_tenant(description: Mapping[str, Any]) -> dict[str, Any]:
+    of_a_tenant = ("digest", "salted", "salt_id")
+    return {name: value for name, value in description.items() if name not in of_a_tenant}
 
 
 def load_engine(
@@ -186,10 +212,12 @@ def keeping_of(
             max_checkpoints=settings.ctx_checkpoints,
             policy=settings.policy,
         )
+        tenants = Tenants(namespace, store)
         return TreeKeeping(
             runtime,
             tree,
-            Tenants(namespace, store),
+            tenants,
+            all_namespaces=tenants.all,
             similarity=settings.slot_prompt_similarity,
             align=settings.align,
             min_step=settings.checkpoint_min_step,
