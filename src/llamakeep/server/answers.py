@@ -31,6 +31,7 @@ from llamakeep.engine.request import (
 from llamakeep.errors import ContextOverflow
 from llamakeep.server.errors import ClientGone, too_long
 from llamakeep.server.ports import Engine, Ticket
+from llamakeep.server.threads import size_of_answer
 
 
 @dataclass(slots=True)
@@ -101,6 +102,11 @@ class Answer:
         """Those that were not evaluated."""
         reuse = self.finished.reuse if self.finished else self.begun and self.begun.reuse
         return reuse.reused_tokens if reuse else 0
+
+    @property
+    def size(self) -> int:
+        """About what it costs to write it, see `threads.size_of_answer`."""
+        return size_of_answer(self.n_prompt, self.n_decoded, self.request.n_probs)
 
     @property
     def timings(self) -> Timings:

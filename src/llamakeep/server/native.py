@@ -25,7 +25,7 @@ from llamakeep.server.schema import (
 )
 from llamakeep.server.shapes import NativeAnswer
 from llamakeep.server.sse import stream
-from llamakeep.server.threads import size_of, soon
+from llamakeep.server.threads import size_of, size_of_answer, soon
 from llamakeep.server.wire import answer_json
 from llamakeep.tokens import as_tokens
 
@@ -53,7 +53,8 @@ def completions(context: Context) -> APIRouter:
         """Continue one prompt, or each of several."""
         constraints.refuse(body.model_extra)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
-        prompts = await soon(options, size_of(body.prompt), lambda: _prompts(context, body))
+        size = size_of(body.prompt, options.inline_chars)
+        prompts = await soon(options, size, lambda: _prompts(context, body))
         requests = requests_of(
             context,
             body,
@@ -66,8 +67,13 @@ def completions(context: Context) -> APIRouter:
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
             return await stream(engine, requests, request.receive, encoder, options)
-        answers = [encoder.whole(each) for each in await collect(engine, requests, request.receive)]
-        return answer_json(answers[0] if len(answers) == 1 else answers)
+        answers = await collect(engine, requests, request.receive)
+
+        def write() -> Response:
+            written = [encoder.whole(each) for each in answers]
+            return answer_json(written[0] if len(written) == 1 else written)
+
+        return await soon(options, sum(each.size for each in answers), write)
 
     for path in ("/completion", "/completions"):
         router.add_api_route(
@@ -113,24 +119,25 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
                 return list(piece)
 
         content = "" if body.content is None else body.content
-        return answer_json({"tokens": await soon(options, size_of(content), tokens_of)})
+        size = size_of(content, options.inline_chars)
+        return await soon(options, size, lambda: answer_json({"tokens": tokens_of()}))
 
     @router.post("/detokenize", responses=ERRORS)
     async def detokenize(body: Annotated[Detokenize, example(tokens=[72, 105])]) -> Response:
         """Return the text of tokens."""
 
-        def text_of() -> str:
+        def write() -> Response:
             tokens = as_tokens(body.tokens, n_vocab=vocab.n_vocab)
-            return vocab.text(tokens) if tokens.size else ""
+            return answer_json({"content": vocab.text(tokens) if tokens.size else ""})
 
-        return answer_json({"content": await soon(options, 8 * len(body.tokens), text_of)})
+        return await soon(options, size_of_answer(len(body.tokens), 0, 0), write)
 
     @router.post("/apply-template", responses=ERRORS)
     async def apply_template(
         body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
     ) -> Response:
         """Return the prompt that a conversation becomes."""
-        size = size_of(body.messages)
+        size = size_of(body.messages, options.inline_chars)
         text = await soon(options, size, lambda: conversations.text(body, body.tools))
         return answer_json({"prompt": text})
 

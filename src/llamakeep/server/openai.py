@@ -58,7 +58,8 @@ async def _answer(
     if body.stream:
         return await stream(context.engine, requests, request.receive, encoder, context.options)
     answers = await collect(context.engine, requests, request.receive)
-    return answer_json(encoder.whole(answers))
+    size = sum(answer.size for answer in answers)
+    return await soon(context.options, size, lambda: answer_json(encoder.whole(answers)))
 
 
 def completions(context: Context) -> APIRouter:
@@ -86,7 +87,7 @@ def completions(context: Context) -> APIRouter:
         vocab = context.vocab
         tokens = await soon(
             options,
-            size_of(body.prompt),
+            size_of(body.prompt, options.inline_chars),
             lambda: tokenize_prompts(vocab, body.prompt, most=options.max_prompts),
         )
         answer_id = new_id("cmpl-")
@@ -120,7 +121,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         constraints.refuse(body.model_extra)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        size = size_of(body.messages)
+        size = size_of(body.messages, options.inline_chars)
         prompt = await soon(options, size, lambda: conversations.prompt(body))
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer_id = new_id("chatcmpl-")
@@ -140,7 +141,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=_MESSAGES)],
     ) -> Response:
         """Return how many tokens a conversation has, without answering it."""
-        size = size_of(body.messages)
+        size = size_of(body.messages, options.inline_chars)
         prompt = await soon(options, size, lambda: conversations.prompt(body, body.tools))
         return answer_json(
             {"object": "response.input_tokens", "input_tokens": int(prompt.tokens.size)}

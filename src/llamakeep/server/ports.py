@@ -200,8 +200,8 @@ class ServerOptions:
         ping_s: A silent stream gets a comment this often, so that proxies keep it open.
         stall_s: A client that takes nothing for so long is cut off.
         backlog: Updates that wait for a slow client at most; then it is cut off.
-        inline_chars: Prompts up to this length are tokenized in the event loop, longer ones in a
-            thread.
+        inline_chars: Prompts up to about this length are tokenized in the event loop, longer ones
+            in a thread; and so for what is written. 2048 take 1 to 3 ms.
         build: Which build answers, for `system_fingerprint` and `/props`.
     """
 
@@ -217,7 +217,7 @@ class ServerOptions:
     ping_s: float = 15.0
     stall_s: float = 60.0
     backlog: int = 8192
-    inline_chars: int = 16384
+    inline_chars: int = 2048
     build: str = "b0-llamakeep"
 
 

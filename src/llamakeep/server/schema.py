@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 MOST = (1 << 31) - 1
+MOST_PROBS = 100
+"""Most of the likeliest tokens that `/completion` tells with each token of an answer."""
 _TEXT = 256
 _WORDS = 128
 _WORD_CHARS = 4096
@@ -195,10 +197,10 @@ class NativeCompletion(AnswerFields):
     prompt: Prompt = Field(
         description="A text, tokens, both mixed, or a list of prompts, each with its answer."
     )
-    n_probs: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+    n_probs: Annotated[int, Field(ge=0, le=MOST_PROBS)] | None = Field(
         default=None, description="How many of the likeliest tokens come with each."
     )
-    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=MOST_PROBS)] | None = Field(
         default=None, description="Another name of `n_probs`."
     )
     return_tokens: bool | None = Field(default=None, description="The tokens, not only their text.")
@@ -225,7 +227,7 @@ class Completion(OpenAIFields):
     prompt: Prompt = Field(
         description="A text, a list of texts, tokens, or a list of tokens: an answer for each."
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
         default=None, description="How many of the likeliest tokens come with each."
     )
     echo: bool | None = Field(default=None, description="Not supported: a 400 when true.")

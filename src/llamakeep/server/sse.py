@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -21,6 +22,7 @@ from llamakeep.engine.request import Failed, Request, Update
 from llamakeep.server.answers import Answer, Inbox, Watch
 from llamakeep.server.errors import api_error
 from llamakeep.server.ports import Engine, ServerOptions
+from llamakeep.server.threads import size_of_updates, soon
 from llamakeep.server.wire import dumps
 
 _log = logging.getLogger("llamakeep")
@@ -92,24 +94,19 @@ class EventStream(StreamingResponse):
             _log.warning("a client took nothing for %g s: its answer is cancelled", stall_s)
 
     async def _events(self, first: Sequence[tuple[int, Update]]) -> AsyncIterator[bytes]:
-        inbox, encoder, answers = self._inbox, self._encoder, self._answers
-        pending = first
+        inbox, pending = self._inbox, first
         pinger = _Pinger(inbox, self._options.ping_s)
         try:
             while True:
-                parts: list[bytes] = []
-                for index, update in pending:
-                    if isinstance(update, Failed):
-                        parts.append(event(api_error(update.error).body))
-                        yield b"".join(parts)
-                        return
-                    answers[index].take(update)
-                    parts.append(encoder.encode(answers[index], update))
+                size = size_of_updates(pending)
+                data, failed = await soon(self._options, size, partial(self._write, pending))
+                if failed:
+                    yield data
+                    return
                 if not inbox.is_open:
-                    parts.append(encoder.tail())
-                elif pinger.is_due:
-                    parts.append(PING)
-                data = b"".join(parts)
+                    data += self._encoder.tail()
+                elif pinger.is_due and not data:
+                    data = PING
                 if data:
                     yield data
                     pinger.rest()
@@ -121,6 +118,18 @@ class EventStream(StreamingResponse):
                 pending = await inbox.take()
         finally:
             pinger.close()
+
+    def _write(self, updates: Sequence[tuple[int, Update]]) -> tuple[bytes, bool]:
+        """Return the events of updates, and whether the last one tells of a failure."""
+        parts: list[bytes] = []
+        for index, update in updates:
+            if isinstance(update, Failed):
+                parts.append(event(api_error(update.error).body))
+                return b"".join(parts), True
+            answer = self._answers[index]
+            answer.take(update)
+            parts.append(self._encoder.encode(answer, update))
+        return b"".join(parts), False
 
 
 class _Pinger:

@@ -1,31 +1,83 @@
-"""What takes long goes into a thread, so that the event loop goes on."""
+"""What takes long goes into a thread, so that the event loop goes on.
+
+What is to be done is weighed in letters to tokenize: about 1 us each, on a slow core.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from llamakeep.engine.request import Finished, Piece, Update
 from llamakeep.server.ports import ServerOptions
 
 T = TypeVar("T")
 
+_VALUE = 8
+_OBJECT = 128
+"""A message: its part of a template costs as much."""
+_PROB = 8
+"""A token with its probability, in JSON."""
+_TOKENS = 8
+"""So many tokens become text at the cost of a letter that becomes tokens."""
 
-def size_of(value: Any, depth: int = 5) -> int:
-    """Return about how many characters `value` has; a token, or what is deeper, counts for 8."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, list | dict) and depth:
-        inner = value.values() if isinstance(value, dict) else value
-        return sum(size_of(each, depth - 1) for each in inner)
-    return 8
+
+def size_of(value: Any, most: int) -> int:
+    """Return about what it costs to read `value` as a prompt or a conversation, in letters.
+
+    Counts no further than to where it is more than `most`: so it costs no more than that.
+    """
+    size = 0
+    rest: list[Iterator[Any]] = [iter((value,))]
+    while rest and size <= most:
+        for each in rest[-1]:
+            size += _VALUE
+            if isinstance(each, str):
+                size += len(each)
+            elif isinstance(each, dict):
+                size += _OBJECT
+                rest.append(iter(each.values()))
+                break
+            elif isinstance(each, list):
+                rest.append(iter(each))
+                break
+            if size > most:
+                break
+        else:
+            rest.pop()
+    return size
+
+
+def size_of_answer(n_prompt: int, n_tokens: int, n_probs: int) -> int:
+    """Return about what it costs to write an answer, in letters.
+
+    Args:
+        n_prompt: Tokens of its prompt.
+        n_tokens: Those of the answer.
+        n_probs: How many of the likeliest come with each.
+    """
+    n_texts = n_prompt + n_tokens
+    return n_texts // _TOKENS + (_PROB * n_tokens * (1 + n_probs) if n_probs else 0)
+
+
+def size_of_updates(updates: Iterable[tuple[int, Update]]) -> int:
+    """Return about what it costs to write updates as events, in letters."""
+    size = 0
+    for _, update in updates:
+        if isinstance(update, Piece):
+            for choice in update.probs:
+                size += _PROB * (1 + len(choice.likeliest))
+        elif isinstance(update, Finished):
+            size += size_of_answer(update.n_prompt, 0, 0)
+    return size
 
 
 async def soon(options: ServerOptions, size: int, work: Callable[[], T]) -> T:
     """Return what `work` returns: at once for a small `size`, from a thread for a larger one.
 
-    A thread costs 0.1 ms, which is more than most prompts need.
+    A thread costs 0.1 to 0.3 ms, which is more than most prompts need.
     """
     if size <= options.inline_chars:
         return work()

@@ -1,0 +1,131 @@
+"""What takes long is not done in the event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamakeep.server import native_json, openai_json
+from llamakeep.server.ports import ServerOptions
+from llamakeep.server.threads import size_of
+from tests.server_tools import HELLO, ONLY_A, served
+
+WORKER = "AnyIO worker thread"
+MOST = ServerOptions().inline_chars
+
+
+# -- how much it is --------------------------------------------------------------------------------
+class Counted(list[Any]):
+    """A list that counts how many of its items are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            Counted.looks += 1
+            yield item
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counted([7] * 100_000),
+        Counted([""] * 100_000),
+        Counted([[]] * 100_000),
+        Counted([{}] * 100_000),
+        Counted([{"role": "user", "content": "x" * 9999}] * 1000),
+        Counted(Counted([7] * 10) for _ in range(10_000)),
+    ],
+    ids=["tokens", "empty texts", "empty lists", "empty objects", "messages", "prompts"],
+)
+def test_a_large_prompt_is_counted_only_up_to_the_bound(value: object) -> None:
+    Counted.looks = 0
+    assert size_of(value, MOST) > MOST
+    assert Counted.looks <= MOST / 8 + 1
+
+
+def test_what_is_deep_is_counted_without_recursion() -> None:
+    deep: object = 7
+    for _ in range(100_000):
+        deep = [deep]
+    assert size_of(deep, MOST) > MOST
+    assert size_of(deep, 10**9) == 8 * 100_001
+
+
+@given(
+    value=st.recursive(
+        st.text(max_size=20) | st.integers() | st.none(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    ),
+    most=st.integers(0, 400),
+)
+def test_the_bound_changes_only_how_far_it_is_counted(value: object, most: int) -> None:
+    def whole(one: object) -> int:
+        if isinstance(one, dict):
+            return 136 + sum(map(whole, one.values()))
+        if isinstance(one, list):
+            return 8 + sum(map(whole, one))
+        return 8 + (len(one) if isinstance(one, str) else 0)
+
+    exact = whole(value)
+    assert size_of(value, 10**9) == exact
+    assert (size_of(value, most) > most) == (exact > most)
+
+
+# -- where it is done ------------------------------------------------------------------------------
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the threads that write probabilities."""
+    names: set[str] = set()
+
+    def noting(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            names.add(threading.current_thread().name)
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(native_json, "probs_json", noting(native_json.probs_json))
+    monkeypatch.setattr(openai_json, "probs_json", noting(openai_json.probs_json))
+    monkeypatch.setattr(openai_json, "legacy_logprobs", noting(openai_json.legacy_logprobs))
+    return names
+
+
+ENDPOINTS = [
+    ("/completion", {"prompt": "Hi", "n_probs": 100}),
+    ("/v1/completions", {"prompt": "Hi", "logprobs": 5}),
+    ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 20}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_a_large_answer_is_written_in_a_thread(
+    path: str, body: dict[str, Any], writers: set[str]
+) -> None:
+    with served() as server:
+        server.answer(path, max_tokens=1, logit_bias=ONLY_A, **body)
+        assert len(writers) == 1
+        assert WORKER not in writers, "a small one is written at once"
+        writers.clear()
+        server.answer(path, max_tokens=200, logit_bias=ONLY_A, **body)
+        assert writers == {WORKER}
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_large_events_are_written_in_a_thread(
+    path: str, body: dict[str, Any], writers: set[str]
+) -> None:
+    with served(inline_chars=16) as server:
+        threaded = server.stream(path, max_tokens=5, logit_bias=ONLY_A, **body)
+        assert writers == {WORKER}
+    with served() as server:
+        at_once = server.stream(path, max_tokens=5, logit_bias=ONLY_A, **body)
+    same = ("content", "completion_probabilities", "choices")
+    assert [{name: each.get(name) for name in same} for each in threaded] == [
+        {name: each.get(name) for name in same} for each in at_once
+    ]
