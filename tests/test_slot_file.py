@@ -12,32 +12,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamakeep.engine.slotfile import read_slot_file, write_slot_file
+from llamakeep.engine.slotfile import SlotContent, read_slot_file, write_slot_file
 from llamakeep.errors import BlobRejected, ContextOverflow, InvalidValue, StoreError
+from llamakeep.modes import Mode
 from llamakeep.runtime.base import Family
-from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.stores.disk.files import Files
 from llamakeep.stores.envelope import seal_key
-from llamakeep.tokens import IntArray
-from llamakeep.wholes import Whole, read_whole
+from llamakeep.wholes import read_whole
 from tests.engine_tools import ask, cold, engine_of, join, runtime_of, span, tenant
 
 FAMILIES = list(Family)
 MINE = tenant("")
 
 
-def kept(family: Family | str = "attention", **options: Any) -> tuple[FakeRuntime, IntArray, Whole]:
-    """Return a runtime that holds 100 tokens, these, and their state."""
-    runtime, tokens = runtime_of(family, **options), span(100, 1)
-    runtime.evaluate(0, tokens)
-    return runtime, tokens, read_whole(runtime, 0, 100)
+def kept(family: Family | str = "attention") -> SlotContent:
+    """Return 100 tokens and their state, with a checkpoint at 40 where there are any."""
+    runtime, tokens = runtime_of(family), span(100, 1)
+    runtime.evaluate(0, tokens[:40])
+    checkpoints = [runtime.read_checkpoint(0)] if runtime.traits.rolling else []
+    runtime.evaluate(0, tokens[40:])
+    return SlotContent(tokens, read_whole(runtime, 0, 100), tuple(checkpoints))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_is_read(family: Family, tmp_path: Path) -> None:
-    _, tokens, whole = kept(family)
-    written = write_slot_file(tmp_path / "slot", tokens, whole, MINE)
-    read, back, state = read_slot_file(tmp_path / "slot", MINE)
+    content = kept(family)
+    written = write_slot_file(tmp_path / "slot", content, MINE)
+    read, back = read_slot_file(tmp_path / "slot", MINE)
     assert (
         (read.n_tokens, read.n_bytes)
         == (written.n_tokens, written.n_bytes)
@@ -46,29 +47,31 @@ def test_what_is_written_is_read(family: Family, tmp_path: Path) -> None:
             (tmp_path / "slot").stat().st_size,
         )
     )
-    np.testing.assert_array_equal(back, tokens)
-    other = runtime_of(family)
-    other.restore(0, 100, state.segments, state.checkpoint)
-    other.evaluate(0, span(5, 2))
-    plain = runtime_of(family)
-    plain.evaluate(0, join(tokens, span(5, 2)))
-    np.testing.assert_array_equal(other.logits(), plain.logits())
+    np.testing.assert_array_equal(back.tokens, content.tokens)
+    ends = [(100, back.whole.checkpoint), *((each.position, each) for each in back.checkpoints)]
+    assert len(ends) == 1 + len(content.checkpoints)
+    for n_tokens, checkpoint in ends:
+        other, plain = runtime_of(family), runtime_of(family)
+        other.restore(0, n_tokens, back.whole.segments_to(n_tokens), checkpoint)
+        other.evaluate(0, span(5, 2))
+        plain.evaluate(0, join(content.tokens[:n_tokens], span(5, 2)))
+        np.testing.assert_array_equal(other.logits(), plain.logits())
 
 
 def test_only_its_owner_reads_it_and_nothing_else_is_left(tmp_path: Path) -> None:
-    _, tokens, whole = kept()
+    content = kept()
     path = tmp_path / "new" / "slot"
-    write_slot_file(path, tokens, whole, MINE)
-    write_slot_file(path, tokens, whole, MINE)
+    write_slot_file(path, content, MINE)
+    write_slot_file(path, content, MINE)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["slot"]
 
 
 @pytest.mark.parametrize("where", ["create", "write", "flush", "rename"])
 def test_fault_48_what_cannot_be_written_leaves_the_old_one(tmp_path: Path, where: str) -> None:
-    _, tokens, whole = kept()
+    content = kept()
     path = tmp_path / "slot"
-    write_slot_file(path, tokens[:100], whole, MINE)
+    write_slot_file(path, content, MINE)
     before = path.read_bytes()
 
     class Full(Files):
@@ -79,34 +82,34 @@ def test_fault_48_what_cannot_be_written_leaves_the_old_one(tmp_path: Path, wher
 
     setattr(Full, where, full)
     with pytest.raises(StoreError, match="No space left"):
-        write_slot_file(path, tokens, whole, MINE, files=Full())
+        write_slot_file(path, content, MINE, files=Full())
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["slot"]
 
 
 def test_fault_46_links_are_followed_neither_for_reading_nor_for_writing(tmp_path: Path) -> None:
-    _, tokens, whole = kept()
+    content = kept()
     outside, link = tmp_path / "outside", tmp_path / "link"
     outside.write_bytes(b"precious")
     link.symlink_to(outside)
     with pytest.raises(BlobRejected, match="symbolic link"):
         read_slot_file(link, MINE)
-    write_slot_file(link, tokens, whole, MINE)
+    write_slot_file(link, content, MINE)
     assert outside.read_bytes() == b"precious"
     assert not link.is_symlink()
 
 
 def test_fault_43_and_47_another_models_or_tenants_file_is_refused(tmp_path: Path) -> None:
-    _, tokens, whole = kept()
-    write_slot_file(tmp_path / "slot", tokens, whole, MINE)
+    content = kept()
+    write_slot_file(tmp_path / "slot", content, MINE)
     with pytest.raises(BlobRejected, match="another model, other settings, or another tenant"):
         read_slot_file(tmp_path / "slot", tenant("other"))
 
 
 def test_a_file_that_was_sealed_needs_the_secret(tmp_path: Path) -> None:
-    _, tokens, whole = kept()
+    content = kept()
     path, key = tmp_path / "slot", seal_key("hush")
-    write_slot_file(path, tokens, whole, MINE, key=key)
+    write_slot_file(path, content, MINE, key=key)
     assert read_slot_file(path, MINE, key=key)[0].n_tokens == 100
     for wrong in (None, seal_key("other")):
         with pytest.raises(BlobRejected):
@@ -116,8 +119,8 @@ def test_a_file_that_was_sealed_needs_the_secret(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def whole_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("slot") / "slot"
-    _, tokens, whole = kept("hybrid-swa")
-    write_slot_file(path, tokens, whole, MINE)
+    content = kept("hybrid-swa")
+    write_slot_file(path, content, MINE)
     return path.read_bytes()
 
 
@@ -248,3 +251,45 @@ def test_a_tenants_slot_is_restored_for_that_tenant_alone(tmp_path: Path) -> Non
         assert ask(engine, prompt, 0).wait().timings.cache_n == 0
         engine.slot_restore(0, path, salt="one")
         assert ask(engine, prompt, 0, salt="one").wait().timings.cache_n == 96
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_restored_slot_serves_prompts_that_leave_it_before_its_end(
+    family: Family, tmp_path: Path
+) -> None:
+    path, prompt = tmp_path / "slot", span(300, 1)
+    for again in (False, True):
+        with engine_of(family, n_seqs=2) as engine:
+            if not again:
+                ask(engine, prompt, 40, user_starts=(100, 200), slot=0).wait()
+                engine.slot_save(0, path)
+                continue
+            engine.slot_restore(0, path)
+            for turn in (join(prompt[:296], span(20, 2)), join(prompt[:204], span(20, 3))):
+                heard = ask(engine, turn, 4)
+                assert heard.wait().timings.cache_n >= turn.size // 100 * 100 - 4
+                assert heard.tokens == cold(family, turn, 4)
+
+
+def test_a_slot_is_restored_beside_one_that_fills_the_context(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    with engine_of(n_seqs=2, n_ctx=1024, park_idle=False) as engine:
+        ask(engine, span(700, 1), 0, slot=1).wait()
+        engine.slot_save(1, path)
+        engine.slot_erase(1)
+        ask(engine, span(700, 2), 0, slot=0).wait()
+        engine.slot_restore(1, path)
+        assert ask(engine, join(span(700, 1), span(9, 3)), 0).wait().timings.cache_n >= 696
+        assert ask(engine, join(span(700, 2), span(9, 3)), 0).wait().timings.cache_n >= 696
+
+
+def test_what_was_restored_is_kept_whatever_came_before(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    with engine_of(n_seqs=1) as engine:
+        ask(engine, span(200, 1), 0).wait()
+        engine.slot_save(0, path)
+        engine.clear_cache()
+        ask(engine, span(50, 2), 0, mode=Mode.OFF).wait()
+        engine.slot_restore(0, path)
+        ask(engine, span(100, 3), 0).wait()
+        assert ask(engine, span(200, 1), 0).wait().timings.cache_n >= 192

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from llamakeep.checkpoints import (
     MIN_EVALUATED,
@@ -531,6 +532,29 @@ class KeptSequence:
             self.due = due
         return n_tokens in self._tree.checkpoint_positions(self.live.tokens)
 
+    def kept_checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints before the end of what the sequence holds that are kept."""
+        tokens, found = self.live.tokens, []
+        for position in self._tree.checkpoint_positions(tokens):
+            if position < tokens.size:
+                match = self._tree.match_prefix(tokens[:position])
+                state = self._tree.fetch_checkpoint(tokens[:position], match)
+                if state is not None and state.position == position:
+                    found.append(state)
+        return found
+
+    def keep_checkpoints(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Keep checkpoints of what the sequence holds, which its owner has from elsewhere."""
+        for state in sorted(checkpoints, key=lambda each: each.position):
+            tokens, n_bytes = self.live.tokens[: state.position].copy(), int(state.data.nbytes)
+            try:
+                if self._save_spans(tokens, n_bytes):
+                    self._tree.save_checkpoint(
+                        tokens, n_bytes=n_bytes, read=partial(_itself, state)
+                    )
+            except (LlamakeepError, MemoryError) as error:
+                self._failed("save", error)
+
     def lay_low(self) -> None:
         """Write the sequence anew, into the lowest cells that are free.
 
@@ -573,3 +597,7 @@ class KeptSequence:
             room = self._tree.store.capacity_bytes
             logger.log(level, "not all is kept: %s into %s bytes", saved.refused, f"{room:,}")
         return saved.n_tokens == tokens.size
+
+
+def _itself(state: Checkpoint) -> Checkpoint:
+    return state

@@ -31,12 +31,16 @@ from llamakeep.engine.keeping import Keeping
 from llamakeep.engine.records import Records
 from llamakeep.engine.request import Listener, Request
 from llamakeep.engine.scheduler import Scheduler
-from llamakeep.engine.slotfile import SlotFile, read_slot_file, write_slot_file
+from llamakeep.engine.slotfile import (
+    SlotContent,
+    SlotFile,
+    read_slot_file,
+    write_slot_file,
+)
 from llamakeep.engine.view import SlotInfo
 from llamakeep.errors import ContextOverflow, EngineClosed, InvalidValue, QueueFull, whole_number
 from llamakeep.runtime.base import Runtime, Vocab
-from llamakeep.tokens import IntArray, as_tokens
-from llamakeep.wholes import Whole, read_whole
+from llamakeep.tokens import as_tokens
 
 logger = logging.getLogger("llamakeep")
 
@@ -279,13 +283,14 @@ class Engine:
             StoreError: When the file cannot be written; one that was there is unchanged.
         """
 
-        def look() -> tuple[IntArray, Whole, bytes]:
+        def look() -> tuple[SlotContent, bytes]:
             self._idle(slot_id)
-            tokens = self._keeping.tokens(slot_id).copy()
-            if not tokens.size:
-                raise InvalidValue(f"slot {slot_id} is empty: there is nothing to save")
-            whole = read_whole(self._runtime, slot_id, int(tokens.size))
-            return tokens, whole, self._keeping.namespace(slot_id)
+            if not self._keeping.tokens(slot_id).size:
+                raise InvalidValue(
+                    f"slot {slot_id} is empty: there is nothing to save (idle slots are emptied "
+                    "while others run, unless the engine is told to leave them)"
+                )
+            return self._keeping.content(slot_id), self._keeping.namespace(slot_id)
 
         return write_slot_file(path, *self.call(look), key=self._file_key)
 
@@ -302,11 +307,12 @@ class Engine:
         """
         self.call(lambda: self._idle(slot_id))
         namespace = self._keeping.namespace_of(salt)
-        found, tokens, whole = read_slot_file(path, namespace, key=self._file_key)
-        if tokens.size > self.n_ctx:
+        found, content = read_slot_file(path, namespace, key=self._file_key)
+        n_tokens, whole = int(content.tokens.size), content.whole
+        if n_tokens > self.n_ctx:
             raise ContextOverflow(
-                f"{path.name} has {tokens.size} tokens, the context room for {self.n_ctx}",
-                n_tokens=int(tokens.size),
+                f"{path.name} has {n_tokens} tokens, the context room for {self.n_ctx}",
+                n_tokens=n_tokens,
                 n_ctx=self.n_ctx,
             )
 
@@ -315,9 +321,9 @@ class Engine:
             slot = self._scheduler.slots[slot_id]
             self._keeping.park(slot_id)
             self._scheduler.cells.begins(slot)
-            self._scheduler.cells.make_room(int(tokens.size), slot)
-            self._runtime.restore(slot_id, whole.n_tokens, whole.segments, whole.checkpoint)
-            self._keeping.hold(slot_id, tokens, salt)
+            self._scheduler.cells.make_room(n_tokens, slot)
+            self._runtime.restore(slot_id, n_tokens, whole.segments, whole.checkpoint)
+            self._keeping.hold(slot_id, content, salt)
 
         self.call(restore)
         return found

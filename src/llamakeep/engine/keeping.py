@@ -11,11 +11,13 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from llamakeep.engine.request import Request
+from llamakeep.engine.slotfile import SlotContent
 from llamakeep.runtime.base import Runtime
 from llamakeep.sequence import KeptSequence
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray, common_prefix
 from llamakeep.tree import PrefixTree
+from llamakeep.wholes import read_whole
 
 
 class Keeping(Protocol):
@@ -96,7 +98,11 @@ class Keeping(Protocol):
         """Empty a slot, and keep nothing of it that is not kept already."""
         ...  # pragma: no cover - protocol
 
-    def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
+    def content(self, slot_id: int) -> SlotContent:
+        """Read what a slot holds, with what is kept along it."""
+        ...  # pragma: no cover - protocol
+
+    def hold(self, slot_id: int, content: SlotContent, salt: str) -> None:
         """Note what was restored into a slot that was empty."""
         ...  # pragma: no cover - protocol
 
@@ -275,11 +281,19 @@ class TreeKeeping:
         """Empty the slot."""
         self._sequences[slot_id].clear()
 
-    def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
-        """Note what was restored into the slot."""
-        self._salts[slot_id] = salt
-        self._sequences[slot_id].namespace = self.namespace_of(salt)
-        self._sequences[slot_id].hold(tokens)
+    def content(self, slot_id: int) -> SlotContent:
+        """Read what the slot holds, with the checkpoints that are kept along it."""
+        sequence = self._sequences[slot_id]
+        tokens = sequence.live.tokens.copy()
+        whole = read_whole(self._runtime, slot_id, int(tokens.size))
+        return SlotContent(tokens, whole, tuple(sequence.kept_checkpoints()))
+
+    def hold(self, slot_id: int, content: SlotContent, salt: str) -> None:
+        """Note what was restored into the slot, and keep its checkpoints."""
+        sequence = self._sequences[slot_id]
+        self._salts[slot_id], sequence.namespace = salt, self.namespace_of(salt)
+        sequence.hold(content.tokens)
+        sequence.keep_checkpoints(content.checkpoints)
 
     def namespace(self, slot_id: int) -> bytes:
         """Return the namespace of the slot's tenant."""

@@ -2,11 +2,12 @@
 
 The payload of the envelope (see `stores/envelope.py`; its place is a snapshot of all tokens) is::
 
-    number of segments (u32), bytes of the checkpoint (u64, 0 for none)
-    for each segment: start (u64), end (u64), bytes (u64)
-    the segments, then the checkpoint
+    number of segments (u32), number of checkpoints (u32)
+    for each segment, then for each checkpoint: start (u64), end (u64), bytes (u64)
+    the segments, then the checkpoints
 
-All numbers are little-endian.
+A checkpoint starts and ends at its position; one at the end is part of the whole state, the others
+are where prompts can go on that leave these tokens before. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from llamakeep.stores.disk.files import Files
 from llamakeep.tokens import IntArray, snapshot_name, snapshot_place
 from llamakeep.wholes import Whole
 
-_HEAD = struct.Struct("<IQ")
+_HEAD = struct.Struct("<II")
 _SPAN = struct.Struct("<QQQ")
 
 
@@ -46,10 +47,24 @@ class SlotFile:
     ms: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotContent:
+    """What a slot holds.
+
+    Attributes:
+        tokens: Its tokens.
+        whole: The state of its sequence.
+        checkpoints: Those before its end, in families that have any.
+    """
+
+    tokens: IntArray
+    whole: Whole
+    checkpoints: tuple[Checkpoint, ...] = ()
+
+
 def write_slot_file(
     path: Path,
-    tokens: IntArray,
-    whole: Whole,
+    content: SlotContent,
     namespace: bytes,
     *,
     key: bytes | None = None,
@@ -59,8 +74,7 @@ def write_slot_file(
 
     Args:
         path: The file; one that is there is replaced, a link is not followed.
-        tokens: What the slot holds.
-        whole: Its state.
+        content: What the slot holds.
         namespace: What makes it incompatible with others, 32 bytes.
         key: Seals it, see `envelope.seal_key`.
         files: The file system.
@@ -69,8 +83,8 @@ def write_slot_file(
         StoreError: When it cannot be written, with the reason; what was there is unchanged.
     """
     begin, files = time.perf_counter(), files or Files()
-    payload = _pack(whole)
-    place = snapshot_place(namespace, tokens)
+    payload = _pack(content)
+    place = snapshot_place(namespace, content.tokens)
     header = envelope.wrap(place.name, payload, place, key)
     draft = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
@@ -89,13 +103,13 @@ def write_slot_file(
     except OSError as error:
         raise StoreError(f"{path.name} cannot be written: {error.strerror or error}") from error
     ms = (time.perf_counter() - begin) * 1e3
-    return SlotFile(int(tokens.size), len(header) + payload.nbytes, ms)
+    return SlotFile(int(content.tokens.size), len(header) + payload.nbytes, ms)
 
 
 def read_slot_file(
     path: Path, namespace: bytes, *, key: bytes | None = None, files: Files | None = None
-) -> tuple[SlotFile, IntArray, Whole]:
-    """Read a slot's tokens and state.
+) -> tuple[SlotFile, SlotContent]:
+    """Read what a slot held.
 
     Args:
         path: The file; a link is not followed.
@@ -132,38 +146,51 @@ def read_slot_file(
         raise BlobRejected(
             f"{path.name} is of another model, other settings, or another tenant", reason="foreign"
         )
-    whole = _unpack(payload, int(place.tokens.size), path.name)
+    content = _unpack(payload, place.tokens, path.name)
     ms = (time.perf_counter() - begin) * 1e3
-    return SlotFile(int(place.tokens.size), info.st_size, ms), place.tokens, whole
+    return SlotFile(int(place.tokens.size), info.st_size, ms), content
 
 
-def _pack(whole: Whole) -> Buffer:
-    rolling = whole.checkpoint.data if whole.checkpoint is not None else np.empty(0, np.uint8)
+def _pack(content: SlotContent) -> Buffer:
+    whole = content.whole
+    checkpoints = [*content.checkpoints, *([whole.checkpoint] if whole.checkpoint else [])]
     head = io.BytesIO()
-    head.write(_HEAD.pack(len(whole.segments), rolling.nbytes))
+    head.write(_HEAD.pack(len(whole.segments), len(checkpoints)))
     for segment in whole.segments:
         head.write(_SPAN.pack(segment.start, segment.end, segment.data.nbytes))
-    spans = np.frombuffer(head.getvalue(), np.uint8)
-    return np.concatenate([spans, *(segment.data for segment in whole.segments), rolling])
+    for each in checkpoints:
+        head.write(_SPAN.pack(each.position, each.position, each.data.nbytes))
+    states = [*(segment.data for segment in whole.segments), *(each.data for each in checkpoints)]
+    return np.concatenate([np.frombuffer(head.getvalue(), np.uint8), *states])
 
 
-def _unpack(payload: Buffer, n_tokens: int, name: str) -> Whole:
+def _unpack(payload: Buffer, tokens: IntArray, name: str) -> SlotContent:
     if payload.nbytes < _HEAD.size:
         raise BlobRejected(f"{name} has {payload.nbytes} bytes of state", reason="corrupt")
-    n_segments, n_rolling = _HEAD.unpack_from(payload.data)
-    at = _HEAD.size + n_segments * _SPAN.size
-    if n_segments > n_tokens or at > payload.nbytes:
-        raise BlobRejected(f"{name} speaks of {n_segments:,} segments", reason="corrupt")
-    heads = range(_HEAD.size, at, _SPAN.size)
-    spans = [_SPAN.unpack_from(payload.data, head) for head in heads]
-    if at + sum(n_bytes for _, _, n_bytes in spans) + n_rolling != payload.nbytes:
+    n_segments, n_checkpoints = _HEAD.unpack_from(payload.data)
+    n_parts, n_tokens = n_segments + n_checkpoints, int(tokens.size)
+    at = _HEAD.size + n_parts * _SPAN.size
+    if at > payload.nbytes:
+        raise BlobRejected(f"{name} speaks of {n_parts:,} states", reason="corrupt")
+    spans = [_SPAN.unpack_from(payload.data, at) for at in range(_HEAD.size, at, _SPAN.size)]
+    if at + sum(n_bytes for _, _, n_bytes in spans) != payload.nbytes:
         raise BlobRejected(f"{name} has parts of other sizes than it says", reason="corrupt")
-    segments = []
-    for start, end, n_bytes in spans:
-        segments.append(Segment(start, end, frozen(payload[at : at + n_bytes])))
+    if any(not 0 <= start <= end <= n_tokens for start, end, _ in spans):
+        raise BlobRejected(f"{name} has states beyond its {n_tokens} tokens", reason="corrupt")
+    states = []
+    for _, _, n_bytes in spans:
+        states.append(frozen(payload[at : at + n_bytes]))
         at += n_bytes
-    checkpoint = Checkpoint(n_tokens, frozen(payload[at:])) if n_rolling else None
-    return Whole(n_tokens, tuple(segments), checkpoint)
+    segments = tuple(
+        Segment(start, end, data)
+        for (start, end, _), data in zip(spans[:n_segments], states[:n_segments], strict=True)
+    )
+    checkpoints = [
+        Checkpoint(position, data)
+        for (position, _, _), data in zip(spans[n_segments:], states[n_segments:], strict=True)
+    ]
+    last = checkpoints.pop() if checkpoints and checkpoints[-1].position == n_tokens else None
+    return SlotContent(tokens, Whole(n_tokens, segments, last), tuple(checkpoints))
 
 
 def _exactly(file: io.FileIO, n_bytes: int) -> bytes:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamakeep.engine.request import Request
+from llamakeep.engine.slotfile import SlotContent
 from llamakeep.entries import Entry, Loading, Saving
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
 from llamakeep.slots import Slots
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray
+from llamakeep.wholes import read_whole
 
 
 class PromptKeeping:
@@ -148,10 +150,15 @@ class PromptKeeping:
         self._slots.clear(slot_id)
         self._slots.slots[slot_id].busy = False
 
-    def hold(self, slot_id: int, tokens: IntArray, salt: str) -> None:
+    def content(self, slot_id: int) -> SlotContent:
+        """Read what a slot holds; its checkpoints stay behind, as llama-server's do."""
+        tokens = self.tokens(slot_id).copy()
+        return SlotContent(tokens, read_whole(self._runtime, slot_id, int(tokens.size)))
+
+    def hold(self, slot_id: int, content: SlotContent, salt: str) -> None:
         """Note what was restored into a slot that was empty."""
         self._salts[slot_id] = salt
-        self._slots.hold(slot_id, tokens, namespace=self._digest_of(salt))
+        self._slots.hold(slot_id, content.tokens, namespace=self._digest_of(salt))
 
     def namespace(self, slot_id: int) -> bytes:
         """Return the namespace of the slot's tenant."""
