@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamakeep.server import native_json, openai_json
+from llamakeep.server import native_json, openai_json, wire
 from llamakeep.server.ports import ServerOptions
 from llamakeep.server.threads import size_of
+from llamakeep.server.wire import dumps, dumps_in_pieces
 from tests.server_tools import HELLO, ONLY_A, served
 
 WORKER = "AnyIO worker thread"
@@ -77,6 +78,18 @@ def test_the_bound_changes_only_how_far_it_is_counted(value: object, most: int) 
     assert (size_of(value, most) > most) == (exact > most)
 
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+JSON = st.recursive(
+    TEXT | st.integers() | st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+)
+
+
+@given(value=JSON, depth=st.integers(0, 6))
+def test_json_in_pieces_is_the_same_json(value: object, depth: int) -> None:
+    assert dumps_in_pieces(value, depth) == dumps(value)
+
+
 # -- where it is done ------------------------------------------------------------------------------
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -114,6 +127,20 @@ def test_a_large_answer_is_written_in_a_thread(
         writers.clear()
         server.answer(path, max_tokens=200, logit_bias=ONLY_A, **body)
         assert writers == {WORKER}
+
+
+def test_no_piece_of_a_large_answer_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noting(value: object) -> bytes:
+        sizes.append(len(dumps(value)))
+        return dumps(value)
+
+    monkeypatch.setattr(wire, "dumps", noting)
+    with served() as server:
+        for path, body in ENDPOINTS:
+            server.answer(path, max_tokens=200, logit_bias=ONLY_A, **body)
+    assert max(sizes) < 20_000 < sum(sizes)
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)

@@ -29,6 +29,9 @@ from llamakeep.server.threads import size_of, size_of_answer, soon
 from llamakeep.server.wire import answer_json
 from llamakeep.tokens import as_tokens
 
+_DEPTH = 4
+"""Of a large answer's pieces: down to each token with its probabilities."""
+
 
 def _prompts(context: Context, body: NativeCompletion) -> list[Prompt]:
     vocab = context.vocab
@@ -68,12 +71,14 @@ def completions(context: Context) -> APIRouter:
         if body.stream:
             return await stream(engine, requests, request.receive, encoder, options)
         answers = await collect(engine, requests, request.receive)
+        size = sum(each.size for each in answers)
 
         def write() -> Response:
             written = [encoder.whole(each) for each in answers]
-            return answer_json(written[0] if len(written) == 1 else written)
+            depth = _DEPTH if size > options.inline_chars else 0
+            return answer_json(written[0] if len(written) == 1 else written, depth=depth)
 
-        return await soon(options, sum(each.size for each in answers), write)
+        return await soon(options, size, write)
 
     for path in ("/completion", "/completions"):
         router.add_api_route(

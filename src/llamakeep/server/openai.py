@@ -25,6 +25,8 @@ from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
 
 _MESSAGES = [{"role": "user", "content": "When was the lighthouse built?"}]
+_DEPTH = 6
+"""Of a large answer's pieces: down to each token with its probabilities."""
 _COMPLETION_TOKENS = 16
 """What `/v1/completions` generates where nothing is said: OpenAI's default."""
 
@@ -59,7 +61,10 @@ async def _answer(
         return await stream(context.engine, requests, request.receive, encoder, context.options)
     answers = await collect(context.engine, requests, request.receive)
     size = sum(answer.size for answer in answers)
-    return await soon(context.options, size, lambda: answer_json(encoder.whole(answers)))
+    depth = _DEPTH if size > context.options.inline_chars else 0
+    return await soon(
+        context.options, size, lambda: answer_json(encoder.whole(answers), depth=depth)
+    )
 
 
 def completions(context: Context) -> APIRouter:
