@@ -140,10 +140,10 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
     ("flags", "says"),
     [
         ("", "no model: say which GGUF file with --model FILE (-m)"),
-        ("-m nothing.gguf", "--model: nothing.gguf does not exist"),
+        ("-m nothing.gguf", "/nothing.gguf does not exist"),
         ("-m MODEL --port 99999", "--port must be between 0 and 65535, not 99999"),
         ("-m MODEL -c 100 -np 2", "--ctx-size: a context of 100 tokens is too small for 2 slots"),
-        ("-m MODEL --chat-template-file nothing.jinja", "cannot read nothing.jinja"),
+        ("-m MODEL --chat-template-file nothing.jinja", "/nothing.jinja: No such file"),
         ("-m MODEL --no-kv-unified", "--no-kv-unified is refused"),
         ("-m MODEL --config nothing.toml", "cannot read nothing.toml"),
         ("-m MODEL --host no.such.host.invalid", "--host 'no.such.host.invalid'"),
@@ -512,14 +512,18 @@ def log() -> io.StringIO:
 
 
 @pytest.fixture
-def service(model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO) -> Iterator[run.Service]:
+def service(
+    model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO, tmp_path: Path
+) -> Iterator[run.Service]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logs.JsonLines())
     logger = logging.getLogger("llamakeep")
     monkeypatch.setattr(logger, "handlers", [handler])
     level = logger.level
     logger.setLevel(logging.INFO)  # and not its attribute: loggers remember what they let through
-    settings = resolve({"model": model}, environment={})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slots").mkdir()
+    settings = resolve({"model": model, "slot_save_path": "slots"}, environment={})
     try:
         with engine_of() as engine:
             monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
@@ -549,6 +553,28 @@ def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.
     assert "a-question" not in log.getvalue()
     assert service.tiers == {"ram": 1 << 26}
     assert (service.model_name, service.n_slots) == ("fake", 3)
+
+
+def test_slots_are_saved_in_a_directory_that_was_named_relatively(
+    service: run.Service, tmp_path: Path
+) -> None:
+    def ask(path: str, body: dict[str, Any]) -> httpx.Response:
+        async def post() -> httpx.Response:
+            transport = httpx.ASGITransport(service.app)  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+                return await client.post(path, json=body)
+
+        return asyncio.run(post())
+
+    assert ask("/completion", {"prompt": "words", "n_predict": 2, "id_slot": 0}).is_success
+    saved = ask("/slots/0?action=save", {"filename": "a.bin"})
+    assert saved.status_code == 200, saved.text
+    assert (tmp_path / "slots" / "a.bin").stat().st_size == saved.json()["n_written"]
+    (tmp_path / "slots").rename(tmp_path / "gone")
+    (tmp_path / "slots").touch()
+    failed = ask("/slots/0?action=save", {"filename": "a.bin"})
+    assert failed.status_code == 500
+    assert f"(in {tmp_path / 'slots'})" in failed.json()["error"]["message"]
 
 
 def test_every_route_has_a_label_of_its_own(service: run.Service) -> None:

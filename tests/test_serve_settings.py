@@ -198,7 +198,22 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path) -> None:
     assert settings.model == tmp_path / "m.gguf"
     assert settings.lora_scaled == ((tmp_path / "style.gguf", 0.5), (Path("/a/b.gguf"), 1.0))
     assert settings.adapters[0] == (tmp_path / "c", 1.0)
-    assert resolve(MODEL, config=path, environment={}).model == Path("m.gguf")
+    assert resolve(MODEL, config=path, environment={}).model == Path("m.gguf").absolute()
+
+
+def test_paths_of_flags_and_environment_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("slot_save_path", "cache_dir", "lora", "chat_template_file", "api_key_file")
+    for settings in (
+        of(**dict.fromkeys(names, "sub/x")),
+        of({BY_NAME[name].env: "sub/x" for name in names}),
+    ):
+        assert {getattr(settings, name) for name in names if name != "lora"} == {tmp_path / "sub/x"}
+        assert settings.lora == (tmp_path / "sub/x",)
+    assert of().model == tmp_path / "m.gguf"
+    assert of(lora_scaled="a:0.5").adapters == ((tmp_path / "a", 0.5),)
 
 
 def test_an_unknown_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
@@ -281,7 +296,7 @@ def test_no_secret_is_shown_anywhere(tmp_path: Path) -> None:
 
 def test_masked_settings_are_json() -> None:
     shown = json.loads(json.dumps(of(lora_scaled="a.gguf:0.5").masked()))
-    assert shown["lora_scaled"] == [["a.gguf", 0.5]]
+    assert shown["lora_scaled"] == [[str(Path("a.gguf").absolute()), 0.5]]
     assert list(shown) == [option.name for option in OPTIONS]
 
 

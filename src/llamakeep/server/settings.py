@@ -7,6 +7,7 @@ the values come from: see `sources.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -59,6 +60,7 @@ class ServerSettings:
     """What a server is told. Each field is an option; its help says what it means.
 
     None means that nothing was chosen. Sizes are bytes, times are seconds. `repr` shows no secret.
+    Paths become absolute: a relative one is meant from the directory that the process is in now.
     """
 
     model: Path = field(
@@ -404,6 +406,10 @@ class ServerSettings:
     """Where each value that is no default came from, as messages name it: `--port`."""
 
     def __post_init__(self) -> None:
+        for option_ in OPTIONS:
+            if option_.kind.is_path:
+                path = beside(Path.cwd(), getattr(self, option_.name))
+                object.__setattr__(self, option_.name, path)
         for name, value in zip(
             ("ctx_checkpoints", "checkpoint_min_step", "policy"),
             _BY_CACHE.get(self.cache, _BY_CACHE["tree"]),
@@ -493,10 +499,10 @@ class ServerSettings:
                 raise ModelError(f"{self.where(name)}: {path} {what}")
         self.read_api_keys()
         self.read_chat_template()
-        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
-            raise InvalidValue(
-                f"{self.where('slot_save_path')}: {self.slot_save_path} is no directory"
-            )
+        slots = self.slot_save_path
+        if slots is not None and not (slots.is_dir() and os.access(slots, os.W_OK | os.X_OK)):
+            wrong = "cannot be written to" if slots.is_dir() else "is no directory"
+            raise InvalidValue(f"{self.where('slot_save_path')}: {slots} {wrong}")
 
     def _read(self, name: str, path: Path) -> str:
         try:
@@ -507,6 +513,13 @@ class ServerSettings:
             raise InvalidValue(
                 f"{self.where(name)}: cannot read {path}: {error.strerror or error}"
             ) from error
+
+
+def beside(directory: Path, value: Any) -> Any:
+    """Return a path, or what has paths in it, with relative ones meant from a directory."""
+    if isinstance(value, tuple):
+        return tuple(beside(directory, item) for item in value)
+    return directory / value if isinstance(value, Path) else value
 
 
 def _jsonable(value: Any) -> Any:

@@ -130,7 +130,8 @@ def router(context: Context) -> APIRouter:
         except (StateError, StoreError) as error:
             # Which file is to be read is the client's choice; that one can be written is ours.
             code = 400 if action == "restore" else 500
-            raise ApiError(f"Unable to {action} slot: {error}", code=code) from error
+            where = f" (in {path.parent})" if isinstance(error, StoreError) else ""
+            raise ApiError(f"Unable to {action} slot: {error}{where}", code=code) from error
         return answer_json(
             {
                 "id_slot": slot_id,

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamakeep.errors import InvalidValue
 from llamakeep.server.options import PREFIX, Option
-from llamakeep.server.settings import BY_NAME, OPTIONS, ServerSettings
+from llamakeep.server.settings import BY_NAME, OPTIONS, ServerSettings, beside
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,11 +111,11 @@ def _of_file(path: Path, named_by: str) -> list[tuple[Option, str, Any]]:
             )
         where = f"{key} in {path.name}"
         value = _read(option_, where, value)
-        found.append((option_, where, _beside(path, value) if option_.kind.is_path else value))
+        found.append(
+            (
+                option_,
+                where,
+                beside(path.absolute().parent, value) if option_.kind.is_path else value,
+            )
+        )
     return found
-
-
-def _beside(file: Path, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_beside(file, item) for item in value)
-    return file.absolute().parent / value if isinstance(value, Path) else value
