@@ -136,7 +136,7 @@ class Metrics:
             self._errors.labels(_one_of(record.error, ERRORS)).inc()
         if record.restore_ms > 0:
             self._restore.labels(tier).observe(record.restore_ms / 1e3)
-        if record.slot_id is not None:
+        if record.slot_id is not None and not record.error:  # of what failed it is not told
             self._queue.observe(record.queue_ms / 1e3)
         if record.generated_tokens:
             self._first.observe(record.first_token_ms / 1e3)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from llamakeep.engine.request import Listener, Request
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import Sampling
+from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray
 
 MIB = 1 << 20
@@ -43,7 +44,7 @@ class SlotInfo(Protocol):
 
     @property
     def task_id(self) -> int | None:
-        """The number of the request that is, or was last, in it."""
+        """The number of the request that is in it; None while it is idle."""
         ...  # pragma: no cover - protocol
 
     @property
@@ -58,17 +59,17 @@ class SlotInfo(Protocol):
 
     @property
     def n_decoded(self) -> int:
-        """Tokens generated for that request."""
+        """Tokens generated for that request; 0 while it is idle."""
         ...  # pragma: no cover - protocol
 
     @property
     def request(self) -> Request | None:
-        """That request."""
+        """That request; None while it is idle."""
         ...  # pragma: no cover - protocol
 
     @property
-    def reuse(self) -> Any:
-        """How its prompt was served (`Reuse`), or None."""
+    def reuse(self) -> Reuse | None:
+        """How its prompt was served; None before that is known, and while it is idle."""
         ...  # pragma: no cover - protocol
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llamakeep.engine.request import (
     Begun,
@@ -17,6 +18,8 @@ from llamakeep.engine.request import (
     Update,
 )
 from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
+from llamakeep.runtime.base import Vocab
+from llamakeep.server.ports import Engine, SlotFile, SlotInfo, Ticket
 
 logger = logging.getLogger("llamakeep")
 
@@ -118,13 +121,13 @@ TellProgress = Callable[[str, Progress], None]
 
 
 class WatchedEngine:
-    """An engine whose requests are told of when they end. Everything else goes to the engine.
+    """An engine whose requests are told of when they end. Everything else is the engine's.
 
     What is told to raises nothing, for it is called in the engine's thread: what it raises is
     logged.
 
     Args:
-        engine: See `ports.Engine`.
+        engine: Answers the requests.
         *tell: Hear of every request that ended.
         progress: Hears of long prompts while they are evaluated, every `PROGRESS_EVERY_MS`.
         refused: Hears why the engine did not take a request, in a word; from the thread that asked.
@@ -132,7 +135,7 @@ class WatchedEngine:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         *tell: Tell,
         progress: TellProgress | None = None,
         refused: Callable[[str], None] | None = None,
@@ -142,7 +145,7 @@ class WatchedEngine:
         self._tell = tell
         self._progress = progress
 
-    def submit(self, request: Request, listener: Listener) -> Any:
+    def submit(self, request: Request, listener: Listener) -> Ticket:
         """Queue a request. See `ports.Engine.submit`."""
         asked = request
         if self._progress is not None and not request.wants_progress:
@@ -155,8 +158,62 @@ class WatchedEngine:
                 self._refused(_REFUSALS.get(type(error), "invalid"))
             raise
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one request has room for."""
+        return self._engine.n_ctx
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that are answered at the same time."""
+        return self._engine.n_slots
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._engine.closed
+
+    @property
+    def model_name(self) -> str:
+        """What clients see as the model's name."""
+        return self._engine.model_name
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+        return self._engine.vocab
+
+    def slots(self) -> Sequence[SlotInfo]:
+        """Return all slots as they are now."""
+        return self._engine.slots()
+
+    def slot_save(self, slot_id: int, path: Path) -> SlotFile:
+        """Write what the slot holds to `path`."""
+        return self._engine.slot_save(slot_id, path)
+
+    def slot_restore(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
+        """Make the slot hold what `path` has."""
+        return self._engine.slot_restore(slot_id, path, salt=salt)
+
+    def slot_erase(self, slot_id: int) -> int:
+        """Empty the slot and return how many tokens it held."""
+        return self._engine.slot_erase(slot_id)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes."""
+        return self._engine.stats()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return what is kept."""
+        return self._engine.entries()
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return how the last requests were served."""
+        return self._engine.recent()
+
+    def clear_cache(self) -> dict[str, Any]:
+        """Forget what is kept and return what that was."""
+        return self._engine.clear_cache()
 
 
 class _Watch:
@@ -196,3 +253,7 @@ class _Watch:
             record = RequestRecord.of(self._request, update, self._begun)
             for tell in self._tell:
                 tell(record)
+
+
+if TYPE_CHECKING:
+    _is_an_engine: type[Engine] = WatchedEngine
