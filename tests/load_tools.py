@@ -343,10 +343,11 @@ def connect(url: str, path: str, body: dict[str, Any], *, rcvbuf: int = 0) -> so
 
 def stop_reading(url: str, prompt: Any, **more: Any) -> socket.socket:
     """Ask for more than any buffer holds, see that it comes, and read no more."""
-    body = {"prompt": prompt, "n_predict": -1, "n_probs": 500, "stream": True, **GREEDY}
+    body = {"prompt": prompt, "n_predict": -1, "n_probs": 100, "stream": True, **GREEDY}
     sock = connect(url, NATIVE, body | more, rcvbuf=4096)
     try:
-        assert sock.recv(12) == b"HTTP/1.1 200"
+        if (begins := sock.recv(12)) != b"HTTP/1.1 200":
+            raise ConnectionError(f"no answer begins: {begins!r}")
     except BaseException:
         sock.close()
         raise
