@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from llamakeep.chat import find_starts
 from llamakeep.runtime.base import Part
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
+from llamakeep.server import prompts
+from llamakeep.server.schema import Delimiter
 from llamakeep.server.slots import checked_name, slot_json
 from tests.server_tools import HELLO, ONLY_A, Served, served
 
@@ -186,6 +189,25 @@ def test_message_delimiters_become_starts(server: Served) -> None:
     finally:
         server.engine.submit = submit  # type: ignore[method-assign]
     assert requests[0].user_starts == (1, 15)
+
+
+def test_delimiters_are_looked_for_by_the_one_search_that_there_is(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = []
+    monkeypatch.setattr(
+        prompts,
+        "find_starts",
+        lambda tokens, wanted: searched.append(tokens.size) or find_starts(tokens, wanted),
+    )
+    asked = {"n_predict": 1, "message_delimiters": ["AA", "AA", "A", "\N{WHALE}" * 200]}
+    server.answer("/completion", prompt="AAxAAA", **asked)
+    assert searched == [7] * 3
+    server.error("/completion", 400, prompt="A" * 600, **asked)
+    assert searched == [7] * 3, "what does not fit is not searched"
+    tokens = server.engine.vocab.tokenize("AAxAAA", add_special=False, parse_special=True)
+    found = prompts.starts_of(server.engine.vocab, tokens, [Delimiter(delimiter="AA")])
+    assert found == (0, 3, 4)
 
 
 def test_probabilities_come_with_the_tokens(server: Served) -> None:

@@ -27,19 +27,22 @@ from llamakeep.server.shapes import NativeAnswer
 from llamakeep.server.sse import stream
 from llamakeep.server.threads import size_of, size_of_answer, soon
 from llamakeep.server.wire import answer_json
-from llamakeep.tokens import as_tokens
+from llamakeep.tokens import IntArray, as_tokens
 
 _DEPTH = 4
 """Of a large answer's pieces: down to each token with its probabilities."""
 
 
 def _prompts(context: Context, body: NativeCompletion) -> list[Prompt]:
-    vocab = context.vocab
-    most = context.options.max_prompts
-    return [
-        Prompt(tokens, starts_of(vocab, tokens, body.message_delimiters or ()))
-        for tokens in tokenize_prompts(vocab, body.prompt, most=most)
-    ]
+    vocab, n_ctx = context.vocab, context.engine.n_ctx
+
+    def made(tokens: IntArray) -> Prompt:
+        if tokens.size > n_ctx:  # it is refused, whatever is in it
+            return Prompt(tokens)
+        return Prompt(tokens, starts_of(vocab, tokens, body.message_delimiters or ()))
+
+    prompts = tokenize_prompts(vocab, body.prompt, most=context.options.max_prompts)
+    return [made(tokens) for tokens in prompts]
 
 
 def completions(context: Context) -> APIRouter:
