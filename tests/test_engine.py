@@ -14,6 +14,7 @@ from llamakeep.errors import (
     DecodeError,
     EngineClosed,
     InvalidValue,
+    LlamakeepError,
     QueueFull,
     TokenError,
 )
@@ -727,3 +728,80 @@ def test_an_engine_that_stops_by_itself_says_so_and_ends_everything(
         assert engine.closed
         engine.check = lambda: None  # type: ignore[method-assign]
     assert "the engine stopped" in caplog.text
+
+
+def test_what_may_not_be_kept_is_copied_by_nobody() -> None:
+    prompt = span(400, 1)
+    for mode in (Mode.OFF, Mode.READ):
+        with engine_of(n_seqs=3) as engine:
+            first = ask(engine, prompt, 1500, mode=mode)
+            assert first.answered.wait(60)
+            assert ask(engine, prompt, 3).wait().timings.cache_n == 0
+            engine.clear_cache()
+            assert first.ticket is not None
+            first.ticket.cancel()
+            first.wait()
+            assert ask(engine, join(prompt, span(9, 2)), 3).wait().timings.cache_n == 0
+
+
+def test_a_copy_from_a_busy_slot_gives_the_right_reason() -> None:
+    prompt = span(400, 1)
+    with engine_of(n_seqs=2) as engine:
+        first = ask(engine, prompt, 1500)
+        assert first.answered.wait(60)
+        reuse = ask(engine, join(prompt[:320], span(50, 2)), 3).wait().reuse
+        assert reuse is not None
+        assert (reuse.reused_tokens, reuse.tier) == (320, "live")
+        assert reuse.reason == "new from token 320 on"
+
+
+def test_a_fault_in_a_sampler_or_at_an_end_fails_one_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = runtime_of("attention", n_seqs=2)
+    with engine_of(runtime=model) as engine:
+        other = ask(engine, span(50, 9), 60)
+        assert other.begun.wait(60)
+        sampler = model.sampler
+
+        class Broken:
+            def accept(self, tokens: object) -> None: ...
+            def sample(self, index: int) -> int:
+                raise ValueError("a fault of ours")
+
+            def close(self) -> None: ...
+
+        engine.call(lambda: setattr(model, "sampler", lambda _: Broken()))
+        with pytest.raises(LlamakeepError, match="a fault of ours"):
+            ask(engine, span(50, 1)).wait()
+        engine.call(lambda: setattr(model, "sampler", sampler))
+        end = engine._keeping.end
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a fault of ours")
+
+        engine.call(lambda: setattr(engine._keeping, "end", broken))
+        ask(engine, span(50, 2)).wait()
+        engine.call(lambda: setattr(engine._keeping, "end", end))
+        other.wait()
+        assert other.tokens == cold("attention", span(50, 9), 60)
+    assert "end failed" in caplog.text
+
+
+def test_closing_lets_one_that_was_sent_back_finish_too() -> None:
+    with engine_of(n_seqs=2, n_ctx=300) as engine:
+        heard = [ask(engine, span(100, seed), 150) for seed in range(2)]
+        assert all(one.begun.wait(60) for one in heard)
+        engine.close(drain_s=60)
+        for seed, one in enumerate(heard):
+            one.wait()
+            assert one.tokens == cold("attention", span(100, seed), 150, n_ctx=300)
+        engine.check = lambda: None  # type: ignore[method-assign]
+
+
+def test_tenants_that_nothing_is_kept_of_leave_nothing() -> None:
+    with engine_of(n_seqs=1, capacity_bytes=4_000) as engine:
+        for tenant_number in range(60):
+            ask(engine, span(60, tenant_number), 1, salt=f"{tenant_number}").wait()
+        tree = engine._keeping._tree  # type: ignore[attr-defined]
+        assert len(tree._roots) < 20

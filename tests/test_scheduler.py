@@ -255,3 +255,19 @@ def test_a_prompt_that_others_wait_for_is_evaluated_once(family: str) -> None:
         turn(scheduler)
     assert all(one.wait().stop is Stop.LIMIT for one in heard)
     assert runtime.calls.evaluated_tokens <= 640 + 4 * (29 + 2)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("n_ctx", range(150, 440, 29))
+def test_prompts_that_could_share_cells_and_do_not_are_answered(n_ctx: int, mode: Mode) -> None:
+    """Their beginnings are equal and were evaluated apart; together they do not fit."""
+    runtime = runtime_of("attention", n_seqs=4, n_ctx=n_ctx)
+    scheduler, _, _ = scheduler_of(runtime)
+    system = span(63, 1)
+    prompts = [join(system, span(70, 2 + seed)) for seed in range(4)]
+    heard = [ask(scheduler, seed, prompt, 6, mode=mode) for seed, prompt in enumerate(prompts)]
+    for _ in range(400):
+        turn(scheduler)
+    for prompt, one in zip(prompts, heard, strict=True):
+        assert one.ended.is_set()
+        assert one.tokens == cold("attention", prompt, 6, n_ctx=n_ctx)

@@ -363,11 +363,6 @@ def wait_until_flushed(client: httpx.Client, n_prompts: int) -> None:
     raise AssertionError(f"not flushed: {cache}")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="an order that comes just as the last answer ends keeps the engine from saving it",
-)
 def test_what_is_live_goes_to_disk_when_nobody_waits_whoever_looks_just_then(
     tiny_model: ModelOf, tmp_path: Path
 ) -> None:

@@ -225,6 +225,15 @@ class SpanForest:
             parent.detach(node)
             if not parent.branches and parent.segment is not None:
                 self._queue.push(parent.segment)  # it is a leaf now
+            if not parent.branches and parent.parent is None:
+                self._forget_root(parent)
+
+    def _forget_root(self, root: SpanNode) -> None:
+        """Forget the root of a namespace of which nothing is known any more."""
+        for namespace, each in self._roots.items():
+            if each is root:
+                del self._roots[namespace]
+                return
 
     def _empty(self, node: SpanNode) -> None:
         """Drop what a node holds from memory."""

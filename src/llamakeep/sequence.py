@@ -188,7 +188,12 @@ class KeptSequence:
             reached.n_tokens,
             prompt.size - reached.n_tokens,
             reached.tier,
-            self._why_no_deeper(reached, max(reached.match.shared_tokens, common), limit, scored),
+            self._why_no_deeper(
+                reached,
+                max(reached.match.shared_tokens, common, reached.n_tokens),
+                limit,
+                scored,
+            ),
             restore_ms=(time.perf_counter() - begin) * 1e3,
         )
 

@@ -139,7 +139,7 @@ class Engine:
         self._n_open = 0  # submitted and not ended
         self._closing = False
         self._deadline = self._flush_s = 0.0
-        self._resting = True
+        self._unsaved = False
         self._thread = threading.Thread(target=self._run, name="llamakeep-engine", daemon=True)
         self._thread.start()
 
@@ -412,21 +412,23 @@ class Engine:
         scheduler.drop_cancelled()
         if self._closing:
             error = EngineClosed("the engine is shutting down")
-            scheduler.fail_waiting(error)
-            if self._clock() >= self._deadline:
+            is_over = self._clock() >= self._deadline
+            scheduler.fail_waiting(error, begun=is_over)
+            if is_over:
                 scheduler.fail_running(error)
-            if not scheduler.n_busy:
+            if not scheduler.has_work:
                 return False
         scheduler.start_waiting()
+        self._unsaved = self._unsaved or scheduler.n_busy > 0
         scheduler.step()
         return True
 
     def _take_orders(self) -> None:
         """Run what other threads asked for; wait for it when there is nothing else to do."""
         block = not self._scheduler.has_work and not self._closing
-        if block and self._inbox.empty() and not self._resting:
+        if block and self._unsaved and self._inbox.empty():
+            self._unsaved = False
             self._scheduler.cells.guarded("save", self._rest)
-        self._resting = block
         while True:
             try:
                 order = self._inbox.get(block=block)

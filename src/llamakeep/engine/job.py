@@ -38,6 +38,8 @@ class Job:
         reuse: How its prompt was served; None before it begins.
         n_generated: Tokens generated so far.
         n_tries: How often it had to begin again because a sequence was lost.
+        sent_back_at: How many jobs had ended when it had to leave its slot for want of cells; -1 if
+            it had not. It begins again when another one has ended since.
         cancelled: Nobody wants more of it; may be set from any thread.
         ended: It has been told its end.
     """
@@ -51,6 +53,7 @@ class Job:
         self.reuse: Reuse | None = None
         self.n_generated = 0
         self.n_tries = 0
+        self.sent_back_at = -1
         self.cancelled = False
         self.ended = False
         self.slot_id: int | None = None

@@ -219,7 +219,10 @@ class TreeKeeping:
         others = [
             other
             for other, salt in zip(self._sequences, self._salts, strict=True)
-            if other is not sequence and salt == request.salt and other.live.n_tokens
+            if other is not sequence
+            and salt == request.salt
+            and other.live.n_tokens
+            and other.mode.writes  # what may not be kept is nobody else's
         ]
         return sequence.resume(
             known, user_starts=request.user_starts, mode=request.mode, others=others
@@ -258,8 +261,11 @@ class TreeKeeping:
         return False
 
     def end(self, slot_id: int, request: Request) -> None:
-        """Leave the slot as it is, for the next turn; empty it when nothing may be kept."""
-        if not (request.mode.writes or request.mode.reads):
+        """Leave the slot as it is, for the next turn; empty it when nothing may be kept.
+
+        What it held before such a request was kept when that began.
+        """
+        if not request.mode.writes:
             self._sequences[slot_id].clear()
 
     def save(self, slot_id: int) -> None:

@@ -94,6 +94,7 @@ class Scheduler:
         self._align = align
         self._pace = Pace(stall_ms, runtime.n_batch)
         self._begun = itertools.count(1)
+        self._n_ended = 0
         self._tokens: dict[int, tuple[bytes, bool]] = {}
 
     @property
@@ -124,6 +125,8 @@ class Scheduler:
             idle = [slot.slot_id for slot in self.slots if slot.job is None]
             if not idle:
                 break
+            if job.sent_back_at == self._n_ended and self.n_busy:
+                break  # there were no cells for it, and nobody has given any back since
             wanted = job.request.slot
             if wanted is not None and wanted not in idle:
                 continue  # the others need not wait for that slot
@@ -273,6 +276,9 @@ class Scheduler:
             return with_probs(token, self._runtime.logits_of(output), n_probs, self._vocab)
         except LlamakeepError as error:
             return error
+        except Exception as error:  # of one request, which must not end the others
+            logger.exception("no token could be chosen for request %d", job.id)
+            return LlamakeepError(f"no token could be chosen: {str(error) or type(error).__name__}")
 
     def _answer(self, slot: SlotState, job: Job, choice: Choice) -> None:
         """Add a token to an answer, or end it."""
@@ -313,7 +319,7 @@ class Scheduler:
         slot, job = max(running, key=lambda pair: pair[0].n_began)
         if len(running) > 1:
             self.cells.empty(slot)
-            slot.job = None
+            slot.job, job.sent_back_at = None, self._n_ended
             self.waiting.appendleft(job)
         elif job.n_generated:
             self._finish(slot, job, Stop.LIMIT, truncated=True)
@@ -341,13 +347,16 @@ class Scheduler:
 
     def _end(self, job: Job, last: Finished | Failed) -> None:
         """Note the end of a job, then tell it: who waits for it finds it noted."""
+        self._n_ended += 1
         self._on_end(job, last.stop.value if isinstance(last, Finished) else "error")
         job.end(last)
 
-    def fail_waiting(self, error: LlamakeepError) -> None:
-        """End everything that waits."""
-        while self.waiting:
-            self._fail(None, self.waiting.popleft(), error)
+    def fail_waiting(self, error: LlamakeepError, *, begun: bool = True) -> None:
+        """End everything that waits; without `begun` not what had a slot before."""
+        for job in tuple(self.waiting):
+            if begun or job.reuse is None:
+                self.waiting.remove(job)
+                self._fail(None, job, error)
 
     def fail_running(self, error: LlamakeepError) -> None:
         """End everything that runs."""
@@ -359,7 +368,7 @@ class Scheduler:
         """The answer is complete."""
         slot.job, slot.last_used = None, self._clock()
         n_held = self._held(slot)
-        self._keeping.end(slot.slot_id, job.request)
+        self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
         self._end(job, job.finish(stop, n_held, truncated=truncated))
 
     def _held(self, slot: SlotState) -> int:

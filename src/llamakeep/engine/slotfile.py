@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llamakeep.errors import BlobRejected, StoreError
+from llamakeep.errors import BlobRejected, InvalidValue, StoreError
 from llamakeep.states import Buffer, Checkpoint, Segment, frozen
 from llamakeep.stores import envelope
 from llamakeep.stores.disk.files import Files
@@ -80,13 +80,16 @@ def write_slot_file(
         files: The file system.
 
     Raises:
+        InvalidValue: When there is a directory of that name.
         StoreError: When it cannot be written, with the reason; what was there is unchanged.
     """
     begin, files = time.perf_counter(), files or Files()
     payload = _pack(content)
     place = snapshot_place(namespace, content.tokens)
     header = envelope.wrap(place.name, payload, place, key)
-    draft = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    draft = path.with_name(f".slot-{secrets.token_hex(16)}")
+    if path.is_dir() and not path.is_symlink():
+        raise InvalidValue(f"{path.name} is a directory")
     try:
         files.make_directory(path.parent)
         file = files.create(draft)
@@ -136,6 +139,8 @@ def read_slot_file(
                 )
             found = envelope.parse(head + _exactly(file, n_header - len(head)))
             payload = np.frombuffer(_exactly(file, n_payload), np.uint8)
+    except IsADirectoryError:
+        raise BlobRejected(f"{path.name} is a directory", reason="foreign") from None
     except OSError as error:
         raise StoreError(f"{path.name} cannot be read: {error.strerror or error}") from error
     place = found.place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -36,6 +37,13 @@ _FLASH: Final = {
     "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
 _ALL_LAYERS: Final = 0x7FFFFFFF
+_LOG_LEVELS: Final = {  # of ggml's GGML_LOG_LEVEL_*
+    0: logging.DEBUG,
+    1: logging.DEBUG,
+    2: logging.DEBUG,
+    3: logging.WARNING,
+    4: logging.ERROR,
+}
 _COMPUTED_BY: Final = (
     "rope_scaling_type",
     "rope_freq_base",
@@ -122,6 +130,39 @@ def flash_type(flash_attn: FlashAttention) -> int:
     if flash_attn not in _FLASH:
         raise InvalidValue(f"flash_attn must be auto, on or off, not {flash_attn!r}")
     return int(_FLASH[flash_attn])
+
+
+class _NativeLog:
+    """Hands what llama.cpp logs, whole lines of it, to a logger. Called from any thread."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._line, self._level = "", logging.DEBUG
+        self.callback = llama_cpp.llama_log_callback(self._hear)
+
+    def _hear(self, level: int, text: bytes | None, _user_data: Any) -> None:
+        try:
+            if level in _LOG_LEVELS:  # else it goes on with the line before
+                self._level = _LOG_LEVELS[level]
+            self._line += (text or b"").decode("utf-8", "replace")
+            *lines, self._line = self._line.split("\n")
+            for line in filter(str.strip, lines):
+                self._logger.log(self._level, "%s", line.strip())
+        except Exception:  # nobody above could catch it
+            logging.getLogger("llamakeep").exception("a line of llama.cpp was lost")
+
+
+def route_log(logger: logging.Logger) -> None:
+    """Let llama.cpp log to a logger instead of standard error. Of the whole process.
+
+    What it says of a model while loading, which is much, is on level DEBUG.
+    """
+    global _native_log
+    _native_log = _NativeLog(logger)
+    llama_cpp.llama_log_set(_native_log.callback, ctypes.c_void_p(0))
+
+
+_native_log: _NativeLog | None = None  # llama.cpp calls it as long as the process lives
 
 
 def model_params(*, n_gpu_layers: int = 0, use_mmap: bool = True, use_mlock: bool = False) -> Any:
