@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import schemathesis
@@ -106,6 +107,20 @@ def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
 def test_without_cors_no_page_may_ask(server: Served) -> None:
     response = server.client.get("/health", headers={"Origin": ORIGIN})
     assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_foreign_page_cannot_empty_a_slot(tmp_path: Path) -> None:
+    with served(slot_save_path=tmp_path) as server:
+        server.answer("/completion", prompt="Hi", n_predict=3, ignore_eos=True, id_slot=0)
+        held = server.client.get("/slots").status_code
+        assert held == 200
+        for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "text/plain;json"}):
+            page = {"Origin": "https://evil.example"} | headers
+            response = server.client.post("/slots/0?action=erase", headers=page)
+            assert "Content-Type" in server.error_of(response, 400)["message"]
+        asked = {"Origin": server.url, "Content-Type": "application/json; charset=utf-8"}
+        erased = server.client.post("/slots/0?action=erase", headers=asked)
+        assert erased.json()["n_erased"] > 0
 
 
 def test_a_large_body_is_refused_before_it_is_sent(server: Served) -> None:

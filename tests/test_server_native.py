@@ -262,6 +262,21 @@ def test_settings_are_told_as_they_were_used(server: Served) -> None:
     assert all(each["bias"] is None for each in settings["logit_bias"])
 
 
+def test_the_tokens_of_a_text_are_biased_once_each(server: Served) -> None:
+    asked = {"prompt": "Hi", "n_predict": 1, "logit_bias": {"AB" * 5000: 5, "65": 1}}
+    settings = server.answer("/completion", **asked)["generation_settings"]
+    assert settings["logit_bias"] == [
+        {"token": 65, "bias": 5},
+        {"token": 66, "bias": 5},
+        {"token": 65, "bias": 1},
+    ]
+    n_vocab = server.engine.vocab.n_vocab
+    many = [["ABCDEFGH", 1]] * (n_vocab // 8)
+    server.answer("/completion", prompt="Hi", n_predict=1, logit_bias=many)
+    error = server.error("/completion", 400, prompt="Hi", logit_bias=[*many, ["A", 1]])
+    assert (error["param"], str(n_vocab) in error["message"]) == ("logit_bias", True)
+
+
 def test_a_seed_repeats_an_answer(server: Served) -> None:
     def ask(seed: int) -> str:
         return str(server.answer("/completion", prompt=PROMPT, n_predict=12, seed=seed)["content"])
@@ -560,6 +575,8 @@ def test_props_tell_what_the_server_is() -> None:
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 def test_health_is_ok(server: Served, path: str) -> None:
     assert server.client.get(path).json() == {"status": "ok"}
+    head = server.client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_slots_tell_what_they_do(roomy: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamakeep.server import native_json, openai_json, wire
+from llamakeep.server import native_json, openai_json, prompts, wire
 from llamakeep.server.ports import ServerOptions
 from llamakeep.server.threads import size_of
 from llamakeep.server.wire import dumps, dumps_in_pieces
@@ -114,6 +114,43 @@ ENDPOINTS = [
     ("/v1/completions", {"prompt": "Hi", "logprobs": 5}),
     ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 20}),
 ]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_many_biases_are_read_and_told_in_a_thread(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def noting(value: Any) -> float:
+        names.append(threading.current_thread().name)
+        return float(value)
+
+    monkeypatch.setattr(prompts, "_bias", noting)
+    with served() as server:
+        server.answer(path, max_tokens=1, **body, logit_bias=[[65, 1]])
+        assert len(names) == 1
+        assert WORKER not in names, "a few are read at once"
+        server.answer(path, max_tokens=1, **body, logit_bias=[[65, 1]] * 500)
+        assert names[1:] == [WORKER] * 500
+
+
+def test_the_last_event_with_many_biases_is_written_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    written = native_json.final_json
+
+    def noting(*given: Any, **more: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return written(*given, **more)
+
+    monkeypatch.setattr(native_json, "final_json", noting)
+    with served(inline_chars=100) as server:
+        for n_biases in (0, 500):
+            biases = [[65, 1]] * n_biases
+            server.stream("/completion", prompt="Hi", n_predict=1, logit_bias=biases)
+    assert [name == WORKER for name in names] == [False, True]
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)

@@ -106,7 +106,8 @@ class Answer:
     @property
     def size(self) -> int:
         """About what it costs to write it, see `threads.size_of_answer`."""
-        return size_of_answer(self.n_prompt, self.n_decoded, self.request.n_probs)
+        n_biases = len(self.request.sampling.logit_bias)
+        return size_of_answer(self.n_prompt, self.n_decoded, self.request.n_probs, n_biases)
 
     @property
     def timings(self) -> Timings:

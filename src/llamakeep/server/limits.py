@@ -21,7 +21,10 @@ _BEARER = "bearer "
 
 
 class Limits:
-    """Refuses requests without a key, and bodies that are too large.
+    """Refuses requests without a key, those of foreign pages, and bodies that are too large.
+
+    Browsers let every page send a simple POST to this machine; only what is JSON, or another
+    method, they ask about first.
 
     Args:
         app: What comes after.
@@ -45,6 +48,7 @@ class Limits:
         try:
             self._check_key(scope["path"], headers)
             self._check_length(headers)
+            _check_page(scope, headers)
         except ApiError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -82,6 +86,15 @@ class Limits:
             return message
 
         return count
+
+
+def _check_page(scope: Scope, headers: Headers) -> None:
+    """Refuse what a page may send without asking first: a POST that is no JSON, or has no body."""
+    if scope["method"] != "POST" or "origin" not in headers:
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("a page must send JSON (with Content-Type: application/json)")
 
 
 def _as_json(scope: Scope, headers: Headers) -> Scope:

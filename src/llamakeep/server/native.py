@@ -59,13 +59,20 @@ def completions(context: Context) -> APIRouter:
         """Continue one prompt, or each of several."""
         constraints.refuse(body.model_extra)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
-        size = size_of(body.prompt, options.inline_chars)
-        prompts = await soon(options, size, lambda: _prompts(context, body))
+        size = size_of([body.prompt, body.logit_bias], options.inline_chars)
+        prompts, sampling = await soon(
+            options,
+            size,
+            lambda: (
+                _prompts(context, body),
+                sampling_of(body, context.vocab, options.sampling),
+            ),
+        )
         requests = requests_of(
             context,
             body,
             prompts,
-            sampling=sampling_of(body, context.vocab, options.sampling),
+            sampling=sampling,
             max_tokens=options.n_predict,
             n_probs=n_probs,
             label="completion",
@@ -197,4 +204,5 @@ def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
 
     for path in ("/health", "/v1/health"):
         router.add_api_route(path, health, methods=["GET"], responses=ERRORS)
+        router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
     return router

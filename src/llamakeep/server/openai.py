@@ -47,7 +47,12 @@ async def _answer(
     n_probs: int,
     label: str,
 ) -> Response:
-    sampling = sampling_of(body, context.vocab, openai_defaults(context.options.sampling))
+    options = context.options
+    sampling = await soon(
+        options,
+        size_of(body.logit_bias, options.inline_chars),
+        lambda: sampling_of(body, context.vocab, openai_defaults(options.sampling)),
+    )
     requests = requests_of(
         context,
         body,
@@ -58,13 +63,11 @@ async def _answer(
         label=label,
     )
     if body.stream:
-        return await stream(context.engine, requests, request.receive, encoder, context.options)
+        return await stream(context.engine, requests, request.receive, encoder, options)
     answers = await collect(context.engine, requests, request.receive)
     size = sum(answer.size for answer in answers)
-    depth = _DEPTH if size > context.options.inline_chars else 0
-    return await soon(
-        context.options, size, lambda: answer_json(encoder.whole(answers), depth=depth)
-    )
+    depth = _DEPTH if size > options.inline_chars else 0
+    return await soon(options, size, lambda: answer_json(encoder.whole(answers), depth=depth))
 
 
 def completions(context: Context) -> APIRouter:

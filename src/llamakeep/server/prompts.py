@@ -113,10 +113,11 @@ def bias_of(vocab: Vocab, bias: Any) -> tuple[tuple[int, float], ...]:
     Args:
         vocab: The model's.
         bias: An object from tokens to numbers, or a list of pairs. Keys that are no numbers are
-            texts: each of their tokens is meant.
+            texts: each of their tokens is meant, once.
 
     Raises:
-        ApiError: For what is neither, and for tokens outside the vocabulary.
+        ApiError: For what is neither, for tokens outside the vocabulary, and for more biases than
+            it has tokens.
     """
     pairs = list(bias.items()) if isinstance(bias, dict) else bias
     if pairs is None:
@@ -129,6 +130,11 @@ def bias_of(vocab: Vocab, bias: Any) -> tuple[tuple[int, float], ...]:
             raise ApiError("'logit_bias' must have pairs of token and bias", param="logit_bias")
         added = _bias(pair[1])
         result.extend((token, added) for token in _biased(vocab, pair[0]))
+        if len(result) > vocab.n_vocab:
+            raise ApiError(
+                f"'logit_bias' has more than {vocab.n_vocab} biases, one for each token",
+                param="logit_bias",
+            )
     return tuple(result)
 
 
@@ -146,7 +152,7 @@ def _biased(vocab: Vocab, key: Any) -> list[int]:
     if isinstance(key, str):
         if not (key.isascii() and key.isdigit() and len(key) < 12):
             found = vocab.tokenize(key, add_special=False, parse_special=False)
-            return [int(token) for token in found]
+            return list(dict.fromkeys(found.tolist()))
         key = int(key)
     if not _is_token(key) or not 0 <= key < vocab.n_vocab:
         raise ApiError(f"'logit_bias': {key!r} is no token of this model"[:200], param="logit_bias")

@@ -18,11 +18,11 @@ import anyio
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from llamakeep.engine.request import Failed, Request, Update
+from llamakeep.engine.request import Failed, Finished, Piece, Request, Update
 from llamakeep.server.answers import Answer, Inbox, Watch
 from llamakeep.server.errors import api_error
 from llamakeep.server.ports import Engine, ServerOptions
-from llamakeep.server.threads import size_of_updates, soon
+from llamakeep.server.threads import size_of_answer, size_of_piece, soon
 from llamakeep.server.wire import dumps
 
 _log = logging.getLogger("llamakeep")
@@ -98,8 +98,8 @@ class EventStream(StreamingResponse):
         pinger = _Pinger(inbox, self._options.ping_s)
         try:
             while True:
-                size = size_of_updates(pending)
-                data, failed = await soon(self._options, size, partial(self._write, pending))
+                size, work = self._size(pending), partial(self._write, pending)
+                data, failed = await soon(self._options, size, work)
                 if failed:
                     yield data
                     return
@@ -118,6 +118,17 @@ class EventStream(StreamingResponse):
                 pending = await inbox.take()
         finally:
             pinger.close()
+
+    def _size(self, updates: Sequence[tuple[int, Update]]) -> int:
+        """Return about what it costs to write updates, in letters; see `threads`."""
+        size = 0
+        for index, update in updates:
+            if isinstance(update, Piece):
+                size += size_of_piece(update)
+            elif isinstance(update, Finished):  # with the settings, and the prompt's text
+                request = self._answers[index].request
+                size += size_of_answer(update.n_prompt, 0, 0, len(request.sampling.logit_bias))
+        return size
 
     def _write(self, updates: Sequence[tuple[int, Update]]) -> tuple[bytes, bool]:
         """Return the events of updates, and whether the last one tells of a failure."""

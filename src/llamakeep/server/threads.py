@@ -5,12 +5,12 @@ What is to be done is weighed in letters to tokenize: about 1 us each, on a slow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from llamakeep.engine.request import Finished, Piece, Update
+from llamakeep.engine.request import Piece
 from llamakeep.server.ports import ServerOptions
 
 T = TypeVar("T")
@@ -50,28 +50,23 @@ def size_of(value: Any, most: int) -> int:
     return size
 
 
-def size_of_answer(n_prompt: int, n_tokens: int, n_probs: int) -> int:
+def size_of_answer(n_prompt: int, n_tokens: int, n_probs: int, n_biases: int = 0) -> int:
     """Return about what it costs to write an answer, in letters.
 
     Args:
         n_prompt: Tokens of its prompt.
         n_tokens: Those of the answer.
         n_probs: How many of the likeliest come with each.
+        n_biases: Of its `logit_bias`.
     """
     n_texts = n_prompt + n_tokens
-    return n_texts // _TOKENS + (_PROB * n_tokens * (1 + n_probs) if n_probs else 0)
+    size = n_texts // _TOKENS + n_biases
+    return size + (_PROB * n_tokens * (1 + n_probs) if n_probs else 0)
 
 
-def size_of_updates(updates: Iterable[tuple[int, Update]]) -> int:
-    """Return about what it costs to write updates as events, in letters."""
-    size = 0
-    for _, update in updates:
-        if isinstance(update, Piece):
-            for choice in update.probs:
-                size += _PROB * (1 + len(choice.likeliest))
-        elif isinstance(update, Finished):
-            size += size_of_answer(update.n_prompt, 0, 0)
-    return size
+def size_of_piece(piece: Piece) -> int:
+    """Return about what it costs to write a piece of an answer as an event, in letters."""
+    return sum(_PROB * (1 + len(choice.likeliest)) for choice in piece.probs) if piece.probs else 0
 
 
 async def soon(options: ServerOptions, size: int, work: Callable[[], T]) -> T:
