@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -204,7 +205,7 @@ def test_where_this_machine_finds_the_server(host: str, url: str) -> None:
 # -- running: a process with a small application of its own ------------------------------------
 
 PROGRAM = """
-import asyncio, contextlib, sys
+import asyncio, contextlib, sys, threading
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
@@ -223,16 +224,30 @@ def bind(host, port, bind=run.bind):
     say(f"port {sock.getsockname()[1]}")
     return sock
 
+idle = threading.Event()
+idle.set()
+
 async def slow(request):
     async def body():
+        idle.clear()
         yield "first "
         try:
             await asyncio.get_running_loop().run_in_executor(None, told)
         except asyncio.CancelledError:
             say("cancelled")
             raise
+        finally:
+            idle.set()
         yield "last"
     return StreamingResponse(body())
+
+async def mute(request):
+    say("asked")
+    await asyncio.get_running_loop().run_in_executor(None, told)
+
+def close(drain_s):
+    idle.wait(drain_s)
+    say("closed")
 
 @contextlib.asynccontextmanager
 async def lifespan(app):
@@ -252,8 +267,10 @@ def load(settings, on_progress):
         from llamakeep.errors import ModelError
         raise ModelError("m.gguf is no model")
     routes = [Route("/slow", slow), Route("/quick", lambda request: PlainTextResponse("quick"))]
+    routes.append(Route("/mute", mute))
     app = Starlette(routes=routes, lifespan=lifespan)
-    return run.Service(app, lambda: say("closed"), "tiny", 2, 512, {"ram": 1 << 30, "shared": None})
+    tiers = {"ram": 1 << 30, "shared": None}
+    return run.Service(app, close, model_name="tiny", n_slots=2, n_ctx=512, tiers=tiers)
 
 def ready(service, url):
     say("ready")
@@ -391,7 +408,7 @@ def test_a_server_ends_in_order(start: Any) -> None:
     server = start()
     server.wait_for("ready")
     server.process.send_signal(signal.SIGTERM)
-    assert server.end() == (0, ["up", "ready", "down", "closed", "over"])
+    assert server.end() == (0, ["up", "ready", "closed", "down", "over"])
 
 
 def test_a_running_answer_is_completed_and_nothing_new_is_taken(start: Any) -> None:
@@ -406,7 +423,7 @@ def test_a_running_answer_is_completed_and_nothing_new_is_taken(start: Any) -> N
             server.ask("/quick").read()
     server.tell("go on")
     assert answer.read() == b"last"
-    assert server.end() == (0, ["up", "ready", "down", "closed", "over"])
+    assert server.end() == (0, ["up", "ready", "closed", "down", "over"])
 
 
 def test_what_takes_longer_than_the_drain_is_cancelled(start: Any) -> None:
@@ -415,12 +432,28 @@ def test_what_takes_longer_than_the_drain_is_cancelled(start: Any) -> None:
     answer = server.ask("/slow")
     assert answer.read(6) == b"first "
     server.process.send_signal(signal.SIGTERM)
-    server.wait_for("closed")
+    server.wait_for("down")
     server.tell("go on")
     status, lines = server.end()
-    assert (status, lines) == (0, ["up", "ready", "cancelled", "down", "closed", "over"])
+    assert (status, lines) == (0, ["up", "ready", "closed", "cancelled", "down", "over"])
     with pytest.raises((http.client.IncompleteRead, OSError)):
         answer.read()
+    assert "Traceback" not in server.errors()
+
+
+def test_who_is_not_answered_at_the_end_is_told_so(start: Any) -> None:
+    server = start(drain_s=0.0)
+    server.wait_for("ready")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    server.closing.callback(connection.close)
+    connection.request("GET", "/mute")
+    server.wait_for("asked")
+    server.process.send_signal(signal.SIGTERM)
+    answer = server.closing.enter_context(connection.getresponse())
+    assert (answer.status, json.load(answer)["error"]["type"]) == (503, "unavailable_error")
+    server.tell("go on")
+    assert server.end()[0] == 0
+    assert "Traceback" not in server.errors()
 
 
 def test_a_second_signal_ends_at_once(start: Any) -> None:
@@ -459,6 +492,121 @@ def test_what_is_served_is_told_as_an_event(start: Any) -> None:
     assert entry["tiers"] == {"ram": 1 << 30, "shared": None}
 
 
+# -- running: with an engine on a fake model -------------------------------------------------------
+
+ENGINE = """
+import contextlib, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from llamakeep.cli import serve as command
+from llamakeep.errors import EngineClosed
+from llamakeep.server import loading, logs, run
+from llamakeep.server.sources import resolve
+from tests.engine_tools import engine_of, runtime_of
+
+fake = runtime_of("attention", n_seqs=2, n_ctx=4096)
+dies = threading.Event()
+
+def is_full():
+    stats = engine.stats()
+    return (stats["slots_busy"], stats["waiting"]) == (2, 1)
+
+def every(operation):
+    # A batch takes its time; with two requests running and one waiting it takes until the end.
+    if operation == "evaluate":
+        time.sleep(0.002)
+        while not engine.closed and is_full():
+            if dies.wait(0.01):
+                raise KeyboardInterrupt("the engine's thread dies")
+
+fake.failures = every
+settings = resolve({"model": __file__, "port": "0", "drain_s": sys.argv[2]}, environment={})
+with contextlib.suppress(EngineClosed), engine_of(runtime=fake) as engine:
+    loading.load_engine = lambda *_: engine
+    logs.configure()
+    threading.Thread(target=lambda: sys.stdin.readline() and dies.set(), daemon=True).start()
+    ready = lambda service, url: command.announce(settings, service, url)
+    was_told = run.serve(settings, run.load_service, on_ready=ready)
+    print(was_told)
+"""
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(params=[0])
+def three(
+    launch: Callable[..., Process], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """A server whose two slots answer, one in a stream, while a third request waits."""
+    path = tmp_path / "engine.py"
+    path.write_text(ENGINE)
+    server = launch(str(path), str(Path(__file__).parent.parent), str(request.param))
+    url = server.wait_for_event("ready")["url"]
+    with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+
+        def ask(stream: bool) -> httpx.Response:
+            return client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+
+        answers = []
+        for stream, metric in (
+            (True, "processing 1"),
+            (False, "processing 2"),
+            (False, "deferred 1"),
+        ):
+            answers.append(pool.submit(ask, stream))
+            while f"llamacpp:requests_{metric}.0" not in client.get("/metrics").text:
+                assert not any(answer.done() for answer in answers)
+        yield server, client, [answer.result for answer in answers]
+
+
+def unavailable(answer: httpx.Response) -> bool:
+    return (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable_error")
+
+
+def test_who_is_not_answered_in_time_is_told_that_the_server_ends(three: Any) -> None:
+    server, _, (stream, running, waiting) = three
+    server.process.send_signal(signal.SIGTERM)
+    assert unavailable(running())
+    assert unavailable(waiting())
+    assert stream().status_code == 200
+    last = stream().text.strip().splitlines()[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "unavailable_error"
+    assert server.end() == (0, ["True"])
+    assert "Traceback" not in server.errors()
+
+
+@pytest.mark.parametrize("three", [1000], indirect=True)
+def test_while_running_answers_go_on_open_connections_get_503(three: Any) -> None:
+    server, client, answers = three
+    server.process.send_signal(signal.SIGTERM)
+    while (answer := client.get("/health")).status_code == 200:  # until the signal has arrived
+        pass
+    assert unavailable(answer)
+    assert unavailable(client.post("/v1/chat/completions", json=CHAT))
+    assert unavailable(answers[-1]())  # what only waits is not waited for
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_server_whose_engine_dies_ends_too(three: Any) -> None:
+    server, _, answers = three
+    server.tell("die")
+    stream, running, waiting = (answer() for answer in answers)
+    assert unavailable(running)
+    assert unavailable(waiting)
+    assert "unavailable_error" in stream.text
+    assert server.wait_for_event("stopped")["level"] == "error"
+    assert server.end() == (0, ["False"])
+
+
+def test_a_server_that_ends_by_itself_has_exit_code_1(
+    runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for was_told in (True, False):
+        monkeypatch.setattr(run, "serve", lambda *_, told=was_told, **__: told)
+        monkeypatch.setattr(logs, "configure", lambda **_: None)
+        result = runner.invoke(app, ["serve", "-m", model, "--port", "0"])
+        assert result.exit_code == (0 if was_told else 1)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -470,7 +618,14 @@ def announced(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **flags: str
     monkeypatch.setattr(logging.getLogger("llamakeep"), "handlers", [logging.StreamHandler(stream)])
     monkeypatch.setattr(logging.getLogger("llamakeep"), "level", logging.INFO)
     tiers = {"ram": 8 << 30, "disk": 20 << 30, "shared": None}
-    service = run.Service(lambda *_: None, lambda: None, "tiny\x1b[2J", 4, 8192, tiers)  # type: ignore[arg-type, return-value]
+    service = run.Service(
+        lambda *_: None,  # type: ignore[arg-type, return-value]
+        lambda _: None,
+        model_name="tiny\x1b[2J",
+        n_slots=4,
+        n_ctx=8192,
+        tiers=tiers,
+    )
     settings = resolve({"model": "m.gguf"} | flags, environment={})
     command.announce(settings, service, "http://127.0.0.1:8080")
     return stream.getvalue()

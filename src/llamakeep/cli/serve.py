@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from llamakeep.cli.group import WRONG
 from llamakeep.errors import ModelError
 from llamakeep.server.options import Option
 from llamakeep.server.settings import OPTIONS
@@ -151,12 +152,14 @@ def _run(run: Any, settings: ServerSettings) -> None:
             loading.close()
             announce(settings, service, url)
 
-        run.serve(
+        was_told = run.serve(
             settings,
             run.load_service,
             on_progress=lambda share: bar.update(int(share * _STEPS), _STEPS),
             on_ready=ready,
         )
+    if not was_told:
+        raise typer.Exit(WRONG)
 
 
 def announce(settings: ServerSettings, service: Service, url: str) -> None:

@@ -1,9 +1,11 @@
 """Running a server: the port first, then the model, then requests, until a signal.
 
 The port is bound before the model is loaded, so that one that is taken is found at once, and who
-asks while it loads is told so. At SIGINT or SIGTERM nothing new is taken, running answers may go on
-for a while, what is left is cancelled, and the service is closed. A second signal ends the process
-at once: what is on disk bears that.
+asks while it loads is told so. At SIGINT or SIGTERM nothing new is taken, and running answers may
+go on for a while; who is not answered then is told why. A second signal ends the process at once:
+what is on disk bears that. A service that ends by itself ends the process.
+
+    signal -> no more connections -> the service closes: answers end or fail -> they are sent -> end
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import Any, TypeAlias, cast
@@ -41,10 +45,12 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _BACKLOG = 2048
 _UNREAD_MS = 30_000
 """How long the system keeps what a client does not take after it was cut off."""
-_AFTER_CANCEL_S = 1.0
+_LAST_WORDS_S = 1.0
+"""What clients have, at least, to take how their answers ended; and requests to clean up."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"
-_LOADING = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
+_LOADING = "Loading model"
+_ENDED = "the server has ended"
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ class Service:
 
     Attributes:
         app: Answers requests: an ASGI application. The lifespan of a Starlette one is run.
-        close: Frees the model after saving what is kept; called once, from a thread of its own.
+        close: Takes no more requests, lets running answers go on for so many seconds, fails the
+            others, saves what is kept and frees the model. Called once, from a thread of its own.
+        watch: Takes what is to be called, from any thread, should the service end by itself.
         model_name: What clients see.
         n_slots: Requests that are answered at the same time.
         n_ctx: Tokens that all of them together have room for.
@@ -62,7 +70,8 @@ class Service:
     """
 
     app: Callable[[Scope, Receive, Send], Awaitable[None]]
-    close: Callable[[], None]
+    close: Callable[[float], None]
+    watch: Callable[[Callable[[], None]], None] = lambda _on_stop: None
     model_name: str = ""
     n_slots: int = 1
     n_ctx: int = 0
@@ -158,8 +167,20 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
     except BaseException:
         engine.close()
         raise
+
+    def watch(on_stop: Callable[[], None]) -> None:
+        engine.on_stop = on_stop
+        if engine.closed:  # before it was watched
+            on_stop()
+
     return Service(
-        app, engine.close, engine.model_name, engine.n_slots, engine.n_ctx, tiers_of(engine.stats())
+        app,
+        engine.close,
+        watch,
+        engine.model_name,
+        engine.n_slots,
+        engine.n_ctx,
+        tiers_of(engine.stats()),
     )
 
 
@@ -202,7 +223,7 @@ def serve(
     *,
     on_progress: OnProgress = lambda _share: None,
     on_ready: Callable[[Service, str], None] = lambda _service, _url: None,
-) -> None:
+) -> bool:
     """Serve until SIGINT or SIGTERM. From the main thread, once at a time.
 
     Args:
@@ -211,6 +232,9 @@ def serve(
         on_progress: See `OnProgress`; from the loading thread.
         on_ready: Called with what was loaded and the server's URL when it answers.
 
+    Returns:
+        Whether it was told to end; no, if the service ended by itself.
+
     Raises:
         InvalidValue: For a port that is taken, and what `load` raises for a wrong value.
         ModelError: For a model that is missing, and what `load` raises.
@@ -218,30 +242,51 @@ def serve(
     settings.check_files()
     sock = bind(settings.host, settings.port)
     try:
-        asyncio.run(_Run(settings, sock, load, on_progress, on_ready).run())
+        return asyncio.run(_Run(settings, sock, load, on_progress, on_ready).run())
     finally:
         sock.close()
 
 
+async def _unavailable(message: str, send: Send) -> None:
+    """Answer 503."""
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json; charset=utf-8"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"1"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 class _Front:
-    """Answers that the model is being loaded, until there is an application."""
+    """Answers that the model is being loaded, until there is an application.
+
+    A request that is cancelled at the end of the server, because it took longer than all others
+    were given, is a 503 too, or an answer that is not complete.
+    """
 
     def __init__(self) -> None:
         self.app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if self.app is not None:
-            await self.app(scope, receive, send)
+        if self.app is None:
+            await _unavailable(_LOADING, send)
             return
-        body = json.dumps(_LOADING).encode()
-        headers = [
-            (b"content-type", b"application/json; charset=utf-8"),
-            (b"content-length", b"%d" % len(body)),
-            (b"retry-after", b"1"),
-        ]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        has_begun = False
+
+        async def begin(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, begin)
+        except asyncio.CancelledError:  # by uvicorn alone, which would log it as a fault
+            if not has_begun:
+                await _unavailable(_ENDED, send)
 
 
 class _Server(uvicorn.Server):
@@ -269,6 +314,8 @@ class _Run:
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._told = threading.Event()
+        self._ending = asyncio.Event()
+        self._has_stopped = False
         self._front = _Front()
         self._server = _Server(
             uvicorn.Config(
@@ -280,41 +327,62 @@ class _Run:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=settings.drain_s,  # type: ignore[arg-type] # of wait_for
             )
         )
 
-    async def run(self) -> None:
-        """Load, serve, drain, close."""
+    async def run(self) -> bool:
+        """Load, serve, drain, close; return whether it was told to end."""
         with self._hearing_signals():
             serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
             loading = self._start_loading()
             either: set[asyncio.Future[Any]] = {serving, loading}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                self._told.set()
             try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    self._told.set()
                 await self._serve(await loading, serving)
             except _Told:
                 pass
             finally:
                 self._server.should_exit = True
                 await serving
+        return not self._has_stopped
 
     async def _serve(self, service: Service, serving: asyncio.Task[None]) -> None:
-        try:
-            async with AsyncExitStack() as lifespan:
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as lifespan:
+            drain_s = 0.0
+            try:
                 router = getattr(service.app, "router", None)
                 if router is not None:
                     await lifespan.enter_async_context(router.lifespan_context(service.app))
                 self._front.app = service.app
+                service.watch(partial(self._hear_stop, loop))
                 if not self._told.is_set():
                     self._on_ready(service, self._url)
-                await serving
-                if self._server.server_state.tasks:  # cancelled: let them clean up
-                    await asyncio.wait(self._server.server_state.tasks, timeout=_AFTER_CANCEL_S)
-        finally:
-            await asyncio.to_thread(service.close)
+                await self._until_the_end(serving)
+                drain_s = self._settings.drain_s
+            finally:
+                until = loop.time() + drain_s
+                self._stop_listening()
+                await asyncio.to_thread(service.close, drain_s)
+            self._server.config.timeout_graceful_shutdown = max(  # type: ignore[assignment] # for wait_for
+                _LAST_WORDS_S, until - loop.time()
+            )
+            self._server.should_exit = True
+            await serving
+            if self._server.server_state.tasks:  # cancelled: let them clean up
+                await asyncio.wait(self._server.server_state.tasks, timeout=_LAST_WORDS_S)
+
+    async def _until_the_end(self, serving: asyncio.Task[None]) -> None:
+        ending = asyncio.create_task(self._ending.wait())
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+
+    def _stop_listening(self) -> None:
+        """Take no more connections; those that are there stay. Again: does nothing."""
+        for server in getattr(self._server, "servers", ()):  # it has none before it has started
+            server.close()
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -359,13 +427,29 @@ class _Run:
                 signal.signal(number, handler)
 
     def _begin_to_end(self) -> None:
-        self._server.should_exit = True
+        self._stop_listening()
+        self._ending.set()
         drain_s = self._settings.drain_s
         tell(
             "ending",
             f"ending: running answers may go on for {drain_s:g} s; a second signal ends at once",
             drain_s=drain_s,
         )
+
+    # -- a service that ends by itself -------------------------------------------------------------
+
+    def _hear_stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # the loop is closed: it is over anyway
+            loop.call_soon_threadsafe(self._stopped)
+
+    def _stopped(self) -> None:
+        if self._told.is_set():
+            return
+        self._told.set()
+        self._has_stopped = True
+        self._stop_listening()
+        self._ending.set()
+        tell("stopped", "the engine has stopped: the server ends, too", level=logging.ERROR)
 
 
 def _end_at_once(number: int) -> None:
