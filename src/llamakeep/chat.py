@@ -98,6 +98,7 @@ def find_starts(tokens: IntArray, delimiter: IntArray) -> list[int]:
     n = delimiter.size
     if not n or tokens.size < n:
         return []
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, n)
-    first = np.flatnonzero(tokens[: tokens.size - n + 1] == delimiter[0])
-    return [int(at) for at in first if np.array_equal(windows[at], delimiter)]
+    at = np.arange(tokens.size - n + 1)
+    for offset in range(n):
+        at = at[tokens[at + offset] == delimiter[offset]]
+    return [int(each) for each in at]
