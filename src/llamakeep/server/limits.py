@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -30,12 +31,21 @@ class Limits:
         app: What comes after.
         max_body_bytes: A larger body is a 413: before it is read if it says how large it is, else
             as soon as it is too large.
+        body_s: A body of which nothing comes for so many seconds is a 408.
         api_keys: One of them must be in `Authorization: Bearer` or `X-Api-Key`; none for no check.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, api_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        body_s: float = 30.0,
+        api_keys: Iterable[str] = (),
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._body_s = body_s
         # Digests have one length, so that comparing them tells nothing about the keys.
         self._keys = [_digest(key) for key in api_keys]
 
@@ -75,12 +85,18 @@ class Limits:
         return ApiError(f"the body is larger than {self._max_body_bytes:,} bytes", code=413)
 
     def _counted(self, receive: Receive) -> Receive:
-        received = 0
+        received, is_whole = 0, False
 
         async def count() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_whole
+            if is_whole:  # what comes now is that the client goes away
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._body_s)
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"no more of the body in {self._body_s:g} s") from None
             received += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if received > self._max_body_bytes:
                 raise HTTPException(413, self._too_large().error["message"])
             return message
