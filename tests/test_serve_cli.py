@@ -28,11 +28,13 @@ from typer.testing import CliRunner
 
 from llamakeep.cli import app
 from llamakeep.cli import serve as command
-from llamakeep.errors import InvalidValue
+from llamakeep.engine import Request
+from llamakeep.errors import InvalidValue, QueueFull
 from llamakeep.server import logs, run
 from llamakeep.server.metrics import OTHER, endpoint_of
 from llamakeep.server.settings import OPTIONS
 from llamakeep.server.sources import resolve
+from llamakeep.tokens import as_tokens
 from tests.engine_tools import engine_of
 
 PATIENCE_S = 60.0
@@ -745,6 +747,20 @@ def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Pat
     assert (options.n_predict, options.api_keys, options.cors) == (7, ("k",), ("*",))
     assert (options.max_body_bytes, options.slot_save_path) == (1 << 20, tmp_path)
     assert (options.slots, options.stall_s, options.model_path) == (False, 5.0, model)
+
+
+def test_a_full_queue_is_told_in_the_singular_too() -> None:
+    with engine_of(n_seqs=1, max_waiting=1) as engine, ExitStack() as stack:
+        gate = threading.Event()
+        request = Request(as_tokens([1, 2, 3]), max_tokens=1)
+        thread = threading.Thread(target=engine.call, args=(gate.wait,))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(gate.set)
+        for _ in range(2):
+            engine.submit(request, lambda _: None)
+        with pytest.raises(QueueFull, match=r"^1 request is waiting"):
+            engine.submit(request, lambda _: None)
 
 
 def test_tiers_are_read_off_the_stats() -> None:

@@ -199,8 +199,9 @@ class Engine:
                 raise EngineClosed("the engine is shutting down")
             if self._n_open >= self.n_slots + self._max_waiting:
                 n_waiting = self._n_open - self.n_slots
+                waiting = "1 request is" if n_waiting == 1 else f"{n_waiting} requests are"
                 raise QueueFull(
-                    f"{n_waiting} requests are waiting, as many as may wait",
+                    f"{waiting} waiting, as many as may wait",
                     retry_after_s=max(1.0, math.ceil(self._records.mean_s / self.n_slots)),
                 )
             self._n_open += 1
