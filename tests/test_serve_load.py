@@ -458,11 +458,6 @@ def test_the_end_waits_for_the_drain_and_for_no_client(tiny_model: ModelOf) -> N
         assert server.end() == (0, [])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the connection stays open, holds up the end for the whole drain, and is told as errors",
-)
 def test_a_client_that_was_cut_off_is_no_error_of_the_server(tiny_model: ModelOf) -> None:
     flags = ("--drain", "0.5", "--timeout", "1")
     with (

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
@@ -29,14 +29,14 @@ from typing import Any, TypeAlias, cast
 
 import uvicorn
 
-from llamakeep.chat_template import ChatTemplate
 from llamakeep.errors import InvalidValue
-from llamakeep.runtime.base import Vocab
+from llamakeep.sampling import Sampling
 from llamakeep.server.logs import tell, tell_progress, tell_request
 from llamakeep.server.metrics import CountRequests, Metrics
 from llamakeep.server.ports import Engine, ServerOptions
 from llamakeep.server.records import WatchedEngine
 from llamakeep.server.settings import ServerSettings
+from llamakeep.server.sse import ABORT
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -141,10 +141,21 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
         StoreError: For a directory or server that cannot keep states.
     """
     from llamakeep.server.app import create_app
-    from llamakeep.server.loading import load_engine
+    from llamakeep.server.loading import load_engine, template_of, trained_context
 
     engine = load_engine(settings, on_progress)
     try:
+        trained = trained_context(engine.vocab)
+        wanted = min(settings.ctx_size or engine.n_ctx, engine.n_ctx)  # which may be rounded up
+        if trained is not None and wanted > trained:
+            tell(
+                "context",
+                f"a context of {wanted:,} tokens is more than the {trained:,} that the model was "
+                "trained for: answers beyond those are likely to be poor",
+                level=logging.WARNING,
+                n_ctx=wanted,
+                trained_tokens=trained,
+            )
         metrics = Metrics(engine.stats)
         engine.on_saved(metrics.saved)
         watched = WatchedEngine(
@@ -154,7 +165,7 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
             progress=tell_progress if sys.stderr.isatty() else None,
             refused=metrics.refused,
         )
-        template = _template_of(settings, engine.vocab)
+        template = template_of(settings, engine.vocab)
         app = create_app(
             cast(Engine, watched),
             options_of(settings),
@@ -186,8 +197,13 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
 
 def options_of(settings: ServerSettings) -> ServerOptions:
     """Return what the HTTP interface is told."""
+    from llamakeep.server.asking import openai_defaults
+
+    usual = Sampling()
     return ServerOptions(
         model_path=str(settings.model),
+        sampling=replace(usual, **settings.sampling),
+        openai_sampling=replace(openai_defaults(usual), **settings.sampling),
         build=f"llamakeep-{version('llamakeep')}",
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
@@ -206,15 +222,6 @@ def tiers_of(stats: Mapping[str, Any]) -> dict[str, int | None]:
         tiers["ram"] = stats["capacity_bytes"]
     below = (stats.get("below") or {}).get("tiers") or {}
     return tiers | {tier: figures.get("capacity_bytes") for tier, figures in below.items()}
-
-
-def _template_of(settings: ServerSettings, vocab: Vocab) -> ChatTemplate | None:
-    """Return the template for chats; None for a model that has none, which can still complete."""
-    source = settings.read_chat_template() or vocab.chat_template
-    if source is None or not source.strip():
-        return None
-    bos, eos = ("" if token is None else vocab.text([token]) for token in (vocab.bos, vocab.eos))
-    return ChatTemplate(source, bos_token=bos, eos_token=eos, add_bos=vocab.adds_bos)
 
 
 def serve(
@@ -275,7 +282,7 @@ class _Front:
         if self.app is None:
             await _unavailable(_LOADING, send)
             return
-        has_begun = False
+        has_begun, scope = False, _with_abort(scope, send)
 
         async def begin(message: MutableMapping[str, Any]) -> None:
             nonlocal has_begun
@@ -287,6 +294,18 @@ class _Front:
         except asyncio.CancelledError:  # by uvicorn alone, which would log it as a fault
             if not has_begun:
                 await _unavailable(_ENDED, send)
+
+
+def _with_abort(scope: Scope, send: Send) -> Scope:
+    """Return a request that can end its connection, where uvicorn lets us have that.
+
+    There is no such thing in ASGI: what a client does not take would be kept for it.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    abort = getattr(transport, "abort", None)
+    if abort is None:
+        return scope
+    return {**scope, "extensions": {**(scope.get("extensions") or {}), ABORT: abort}}
 
 
 class _Server(uvicorn.Server):

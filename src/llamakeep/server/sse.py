@@ -25,6 +25,8 @@ from llamakeep.server.ports import Engine, ServerOptions
 from llamakeep.server.threads import size_of_answer, size_of_piece, soon
 from llamakeep.server.wire import dumps
 
+ABORT = "llamakeep.abort"
+"""In a request's `extensions`: ends its connection, with what was not taken of it."""
 _log = logging.getLogger("llamakeep")
 
 PING = b":\n\n"
@@ -92,6 +94,11 @@ class EventStream(StreamingResponse):
                 self._inbox.cancel()
         if patience.cancelled_caught:
             _log.warning("a client took nothing for %g s: its answer is cancelled", stall_s)
+            abort = (scope.get("extensions") or {}).get(ABORT)
+            if abort is not None:
+                abort()
+                for _ in range(3):  # turns of the event loop, until uvicorn knows
+                    await anyio.lowlevel.checkpoint()
 
     async def _events(self, first: Sequence[tuple[int, Update]]) -> AsyncIterator[bytes]:
         inbox, pending = self._inbox, first
