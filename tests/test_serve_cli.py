@@ -12,6 +12,7 @@ import queue
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ from llamakeep.cli import serve as command
 from llamakeep.engine import Request
 from llamakeep.errors import InvalidValue, QueueFull
 from llamakeep.server import logs, run
+from llamakeep.server.accepted import ACCEPTED
+from llamakeep.server.loading import load_engine
 from llamakeep.server.metrics import OTHER, endpoint_of
 from llamakeep.server.settings import OPTIONS
 from llamakeep.server.sources import resolve
@@ -50,7 +53,7 @@ def runner() -> CliRunner:
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     path = tmp_path / "m.gguf"
-    path.write_bytes(b"GGUF")
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))  # no tensors, and nothing of itself
     return str(path)
 
 
@@ -66,7 +69,9 @@ def taken_port() -> Iterator[int]:
 def test_the_flags_are_those_of_the_table() -> None:
     ours = {"config", "check", "json"}
     taken = {each.name: set(each.opts) | set(each.secondary_opts) for each in COMMAND.params}
-    assert set(taken) == {each.name for each in OPTIONS if each.flags} | ours
+    assert set(taken) == (
+        {each.name for each in OPTIONS if each.flags} | {each.name for each in ACCEPTED} | ours
+    )
     for option in OPTIONS:
         if option.flags:
             flags = {flag for part in option.flags for flag in part.split("/")}
@@ -93,7 +98,8 @@ def test_flags_of_llama_server_are_understood(runner: CliRunner, model: str) -> 
     line = (
         f"serve -m {model} -c 4096 -np 4 -b 64 -ub 32 -ngl all -fa off -ctk q8_0 -ctv f16 -t 3 "
         "-tb 2 --cache-ram 100 --no-cache-idle-slots --port 0 -n 7 "
-        "--api-key k --api-key j --no-slots --check --json"
+        "--api-key k --api-key j --no-slots --check --json --no-mmap --mlock --swa-full --temp 0.5 "
+        "--top-k 3 --top-p 0.4 --min-p 0.2 -s 7 --repeat-penalty 1.2"
     )
     result = runner.invoke(app, line.split())
     assert result.exit_code == 0, result.output
@@ -113,9 +119,40 @@ def test_flags_of_llama_server_are_understood(runner: CliRunner, model: str) -> 
         "predict": 7,
         "api_key": "***",
         "slots": False,
+        "mmap": False,
+        "mlock": True,
+        "swa_full": True,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.4,
+        "min_p": 0.2,
+        "seed": 7,
+        "repeat_penalty": 1.2,
     }
     assert {name: shown[name] for name in expected} == expected
     assert shown["sources"]["slots"] == "--no-slots"
+
+
+def test_flags_of_llama_server_that_change_nothing_are_taken(
+    runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAKEEP_CTX_SIZ", "1")
+    line = "--jinja --no-webui -cb --cache-reuse 256 --no-context-shift --log-disable -v --check"
+    result = runner.invoke(app, ["serve", "-m", model, "--port", "0", *line.split()])
+    assert result.exit_code == 0, result.output
+    first, *accepted, _ = result.stderr.splitlines()
+    assert first.startswith("llamakeep: LLAMAKEEP_CTX_SIZ is not known")
+    assert len(accepted) == len(ACCEPTED)
+    assert all(re.match(r"llamakeep: --[a-z-]+ changes nothing: ", line) for line in accepted)
+
+
+def test_what_a_server_was_given_is_logged(
+    runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "serve", lambda *_, **__: True)
+    monkeypatch.setattr(logs, "configure", lambda **_: None)
+    runner.invoke(app, ["serve", "-m", model, "--jinja", "--port", "0"])
+    assert "--jinja changes nothing: chat templates are always read as Jinja" in caplog.messages
 
 
 def test_json_shows_no_secret(
@@ -151,17 +188,44 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
         ("-m MODEL --config nothing.toml", "cannot read nothing.toml"),
         ("-m MODEL --host no.such.host.invalid", "--host 'no.such.host.invalid'"),
         ("-m MODEL --port TAKEN", "is taken: another program listens there"),
+        ("-m MODEL --nonsense 3", "No such option: --nonsense"),
+        ("-m MODEL extra", "unexpected extra argument"),
+        ("-m MODEL --mlock=x", "does not take a value"),
+        ("-m PYTHON", "is not a GGUF file that can be read"),
+        ("-m MODEL --lora PYTHON", "is not a GGUF file that can be read"),
+        ("-m MODEL --redis-url redis://h", "--redis-url: a server that others use needs a secret"),
+        ("-m MODEL --redis-url h --secret x", "h is no URL of a Redis server"),
+        ("-m MODEL --cache off --cache-dir kept", "--cache off keeps nothing outside"),
+        ("-m MODEL --cache prompt --cache-dir kept", "--cache prompt keeps nothing outside"),
+        ("-m MODEL --disk-bytes 1GiB", "--disk-bytes: it limits the directory of --cache-dir"),
+        ("-m MODEL --chat-template {%if%}", "--chat-template: "),
+        ("-m MODEL --chat-template llama3", "'llama3' is no template; the built-in one is chatml"),
+        ("-m MODEL --chat-template-file PYTHON", "--chat-template-file: "),
+        ("-m MODEL --cache-dir PYTHON/kept", "is no directory"),
+        ("-m MODEL --cache-dir PYTHON", "is no directory"),
+        ("-m MODEL --cache-dir OTHERS", "is no cache of states: it holds 'm.gguf'"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(
     runner: CliRunner, model: str, taken_port: int, flags: str, says: str
 ) -> None:
     words = flags.replace("MODEL", model).replace("TAKEN", str(taken_port)).split()
+    others = {"PYTHON": __file__, "OTHERS": str(Path(model).parent)}
+    words = [re.sub("PYTHON|OTHERS", lambda name: others[name[0]], word) for word in words]
     result = runner.invoke(app, ["serve", *words, "--check"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("llamakeep: ")
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_check_makes_nothing(runner: CliRunner, model: str, tmp_path: Path) -> None:
+    kept = tmp_path / "a" / "b"
+    words = ["-m", model, "--cache-dir", str(kept), "--disk-bytes", "1GiB", "--port", "0"]
+    words += ["--redis-url", "redis://127.0.0.1:1", "--allow-unauthenticated"]
+    result = runner.invoke(app, ["serve", *words, "--check"])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_without_the_packages_the_line_says_what_to_install(
@@ -761,6 +825,58 @@ def test_a_full_queue_is_told_in_the_singular_too() -> None:
             engine.submit(request, lambda _: None)
         with pytest.raises(QueueFull, match=r"^1 request is waiting"):
             engine.submit(request, lambda _: None)
+
+
+def test_what_was_chosen_for_sampling_is_the_default_of_both_apis(model: str) -> None:
+    options = run.options_of(resolve({"model": model}, environment={}))
+    openai = options.openai_sampling
+    assert (options.sampling.temperature, openai and openai.temperature) == (0.8, 1.0)
+    flags = {"model": model, "temperature": "0.8", "top_k": "7"}
+    options = run.options_of(resolve(flags, environment={}))
+    for sampling in (options.sampling, options.openai_sampling):
+        assert sampling is not None
+        assert (sampling.temperature, sampling.top_k) == (0.8, 7)
+    assert options.openai_sampling is not None
+    assert (options.sampling.top_p, options.openai_sampling.top_p) == (0.95, 1.0)
+
+
+def test_a_context_beyond_the_training_is_told_with_both_numbers(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of(n_ctx=2048) as engine:
+        monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
+        for trained, says in ((1024, True), (2048, False)):
+            metadata = {"general.architecture": "x", "x.context_length": str(trained)}
+            monkeypatch.setattr(type(engine.vocab), "metadata", metadata)
+            caplog.clear()
+            run.load_service(resolve({"model": model}, environment={}), lambda _share: None)
+            told = "a context of 2,048 tokens is more than the 1,024 that the model was trained for"
+            assert (told in caplog.text) == says
+
+
+def test_how_a_model_is_loaded_is_told_to_llama_cpp(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):
+        pass
+
+    told: dict[str, Any] = {}
+
+    def load(*_: Any, **options: Any) -> None:
+        told.update(options)
+        raise Loaded
+
+    monkeypatch.setattr("llamakeep.runtime.llama_cpp.LlamaCppRuntime.load", load)
+    for flags, expected in (
+        ({}, {"use_mmap": True, "use_mlock": False, "swa_full": False}),
+        (
+            {"mmap": False, "mlock": True, "swa_full": True},
+            {"use_mmap": False, "use_mlock": True, "swa_full": True},
+        ),
+    ):
+        with pytest.raises(Loaded):
+            load_engine(resolve({"model": model} | flags, environment={}))
+        assert expected.items() <= told.items()
 
 
 def test_tiers_are_read_off_the_stats() -> None:

@@ -99,6 +99,8 @@ def _example(option: Option) -> str:
         "flash_attn": "off",
         "host": "0.0.0.0",
         "ctx_size": "4096",
+        "top_p": "0.5",
+        "min_p": "0.5",
     }
     if option.name in words:
         return words[option.name]
@@ -219,6 +221,72 @@ def test_paths_of_flags_and_environment_are_relative_to_the_working_directory(
 def test_an_unknown_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"serve\.toml has an unknown key 'prot'.*'port'"):
         resolve(MODEL, config=toml(tmp_path, "prot = 1"), environment={})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("c = 1", r"unknown key 'c'; the nearest is 'ctx-size'$"),
+        ("np = 1", r"unknown key 'np'; the nearest is 'parallel'$"),
+        ("ctx_siz = 1", r"the nearest is 'ctx-size'$"),
+        ("qqqq = 1", r"unknown key 'qqqq'; llamakeep serve --help lists all$"),
+        ("no-metrics = true", r"write metrics = false$"),
+        ("[server]\nport = 1", r"a table \[server\]: tables are not known"),
+        ("gpu-layers = 1\nn-gpu-layers = 2", r"gpu-layers .* and n-gpu-layers .* are one option$"),
+    ],
+)
+def test_hints_on_unknown_keys_make_sense(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(InvalidValue, match=says):
+        resolve(MODEL, config=toml(tmp_path, text), environment={})
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_long_name_is_a_key(option: Option, tmp_path: Path) -> None:
+    names = {part.partition("/")[0] for part in option.flags if part.startswith("--")}
+    assert {name[2:] for name in names} <= set(option.keys)
+    for key in option.keys:
+        path = toml(tmp_path, f"{key} = {json.dumps(_example(option))}")
+        settings = resolve({} if option.name == "model" else MODEL, config=path, environment={})
+        assert settings.sources[option.name] == f"{key} in serve.toml"
+
+
+def test_unknown_variables_are_told_with_the_nearest_known_one() -> None:
+    variables = ("LLAMAKEEP_CTX_SIZ", "LLAMAKEEP_N_GPU_LAYERS", "LLAMAKEEP_XYZZY", "LLAMAKEEP_PORT")
+    others = (
+        "LLAMAKEEP_TEST_CACHE",
+        CONFIG_ENV,
+        "LLAMAKEEP_EMPTY",
+        "OTHERS",
+        *ENVIRONMENT.values(),
+    )
+    environment = dict.fromkeys(variables, "7") | dict.fromkeys(others, "")
+    assert of(environment | {"LLAMAKEEP_TEST_CACHE": "/x"}).notices == (
+        "LLAMAKEEP_CTX_SIZ is not known, and ignored; did you mean LLAMAKEEP_CTX_SIZE?",
+        "LLAMAKEEP_N_GPU_LAYERS is not known, and ignored; did you mean LLAMAKEEP_GPU_LAYERS?",
+        "LLAMAKEEP_XYZZY is not known, and ignored",
+    )
+
+
+def test_what_changes_nothing_is_taken_with_a_line(tmp_path: Path) -> None:
+    path = toml(tmp_path, "cache-reuse = 256\n")
+    settings = resolve(
+        MODEL | {"accepted_jinja": True, "accepted_verbose": None},
+        config=path,
+        environment={"LLAMAKEEP_NO_WEBUI": "1"},
+    )
+    file, variable, flag = settings.notices
+    assert file.startswith("cache-reuse in serve.toml changes nothing: ")
+    assert variable == "LLAMAKEEP_NO_WEBUI changes nothing: there is no web UI"
+    assert flag.startswith("--jinja changes nothing: ")
+
+
+def test_defaults_of_requests() -> None:
+    assert of().sampling == {}
+    chosen = of(temperature="0.2", top_k="-1", seed="5", repeat_penalty="1.1", min_p="0").sampling
+    assert chosen == {"temperature": 0.2, "top_k": -1, "seed": 5, "repeat_penalty": 1.1, "min_p": 0}
+    assert of(seed="-1").sampling == of(seed=str(2**32 - 1)).sampling == {}
+    with pytest.raises(InvalidValue, match=r"^--top-p must be a number from 0 to 1"):
+        of(top_p="2")
 
 
 @pytest.mark.parametrize("content", [b"port = ", b"\xff", None])

@@ -6,13 +6,14 @@ import inspect
 import logging
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand
 
 from llamakeep.cli.group import WRONG
-from llamakeep.errors import ModelError
+from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.server.accepted import ACCEPTED, Accepted
 from llamakeep.server.options import Option
 from llamakeep.server.settings import OPTIONS
 
@@ -46,8 +47,23 @@ Ask it something:
 """
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own, or click's
+
+
 class SectionedCommand(TyperCommand):
     """A command whose help lists its options under the headings that they were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line.
+
+        Raises:
+            InvalidValue: For what is no option, or has no value: one line like all others.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            words = cast(Any, error).format_message()
+            raise InvalidValue(f"{words} (llamakeep serve --help lists all options)") from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List the options, those without a heading last."""
@@ -82,6 +98,18 @@ def _parameter(option: Option) -> inspect.Parameter:
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[taken, typer.Option(*flags, **told)],
+    )
+
+
+def _accepted_parameter(accepted: Accepted) -> inspect.Parameter:
+    """Return a flag that changes nothing: help says nothing of it."""
+    told: dict[str, Any] = {"metavar": accepted.metavar} if accepted.metavar else {}
+    taken: Any = str | None if accepted.metavar else bool | None
+    return inspect.Parameter(
+        accepted.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[taken, typer.Option(*accepted.flags, hidden=True, **told)],
     )
 
 
@@ -120,18 +148,20 @@ def serve(
         ModelError: For a missing model, and where a package is missing.
     """
     try:
-        from llamakeep.server import run, sources
+        from llamakeep.server import loading, run, sources
     except ModuleNotFoundError as error:
         raise ModelError(f"{_EXTRA} ({error.name} is missing)") from error
 
     settings = sources.resolve(flags, config=config)
-    settings.check_files()
+    loading.check(settings)
     if json:
         from llamakeep.cli import screen
 
         screen.print_json({**settings.masked(), "sources": dict(settings.sources)})
         sys.stdout.flush()  # who reads it does not wait for the end
     if check:
+        for notice in settings.notices:
+            typer.echo(f"llamakeep: {notice}", err=True)
         run.bind(settings.host, settings.port).close()
         if not json:
             typer.echo("llamakeep: these options can be meant, and the port is free", err=True)
@@ -145,6 +175,8 @@ def _run(run: Any, settings: ServerSettings) -> None:
     from llamakeep.server import logs
 
     logs.configure(behind=True)
+    for notice in settings.notices:
+        logs.tell("notice", notice, level=logging.WARNING)
     with ExitStack() as loading:
         bar = loading.enter_context(Bar(f"Loading {settings.model.name}"))
 
@@ -219,6 +251,7 @@ def _from_the_table() -> None:
     """Give `serve` the options of the table as parameters, for Typer to read."""
     own = inspect.signature(serve, eval_str=True).parameters
     taken = [_parameter(option) for option in OPTIONS if option.flags]
+    taken += map(_accepted_parameter, ACCEPTED)
     kept = [own[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in list(own)[:-1]]
     serve.__signature__ = inspect.Signature([*taken, *kept])  # type: ignore[attr-defined]
     serve.__annotations__ = {each.name: each.annotation for each in (*taken, *kept)}

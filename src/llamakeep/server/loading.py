@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
 
+from llamakeep.chat_template import BUILT_IN, ChatTemplate
 from llamakeep.engine import Engine, Keeping, PromptKeeping, TreeKeeping
-from llamakeep.errors import InvalidValue
+from llamakeep.errors import InvalidValue, ModelError, StoreError, TemplateError
 from llamakeep.fingerprint import Namespace, read_adapters
+from llamakeep.gguf import Header, read_header, split_parts
 from llamakeep.modelfile import inspect_file
 from llamakeep.prompt_cache import PromptCache
-from llamakeep.runtime.base import Runtime
+from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.server.settings import ServerSettings
 from llamakeep.stores.base import TreeStore
+from llamakeep.stores.disk import layout
 from llamakeep.stores.envelope import seal_id, seal_key
 from llamakeep.tiers import TierSettings
 from llamakeep.tree import PrefixTree
@@ -113,7 +118,9 @@ def load_engine(
             flash_attn=cast(Any, settings.flash_attn),  # one of the words that it takes
             type_k=settings.cache_type_k,
             type_v=settings.cache_type_v,
-            swa_full=False,
+            swa_full=settings.swa_full,
+            use_mmap=settings.mmap,
+            use_mlock=settings.mlock,
             segment_tokens=SEGMENT_TOKENS,
             on_progress=on_progress,
         )
@@ -150,11 +157,106 @@ def load_engine(
     return engine
 
 
+def check(settings: ServerSettings) -> None:
+    """Raise for what a start would refuse, as far as that is known without loading the model.
+
+    Reads the headers of model and adapters. Changes nothing, and asks no server.
+
+    Raises:
+        ModelError: For a model or adapter that is missing, or is no GGUF file.
+        InvalidValue: For what cannot be meant.
+        StoreError: For a directory that is no cache of states, or a package that is missing.
+    """
+    settings.check_files()
+    for path in (settings.model, *(path for path, _ in settings.adapters)):
+        if _header(path).n_parts > 1:
+            for part in split_parts(path):
+                _header(part)
+    template_of(settings)
+    tiers = tiers_of(settings)
+    if tiers.cache_dir is not None:
+        try:
+            _check_cache_dir(tiers.cache_dir)
+        except OSError as error:
+            raise InvalidValue(f"{settings.where('cache_dir')}: {error}") from None
+        except StoreError as error:
+            raise StoreError(f"{settings.where('cache_dir')}: {error}") from None
+    if tiers.redis_url is not None:
+        replace(tiers, cache_dir=None).open(0).close(0.0)
+
+
+def _header(path: Path) -> Header:
+    try:
+        with path.open("rb") as file:
+            return read_header(file, os.fstat(file.fileno()).st_size, path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _check_cache_dir(path: Path) -> None:
+    """Raise for a directory that cannot be made, or not be used for states.
+
+    Raises:
+        OSError: When it cannot be made or read.
+        StoreError: When it holds other things, or nothing and may not be written to.
+    """
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is no directory")
+    is_cache = there == path and (path / layout.FORMAT_FILE).exists()
+    if not is_cache and not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} may not be written to")
+    others = layout.strangers(path) if there == path and not is_cache else []
+    if others:
+        raise StoreError(f"{path} is no cache of states: it holds {others[0]!r}")
+
+
+def template_of(settings: ServerSettings, vocab: Vocab | None = None) -> ChatTemplate | None:
+    """Return the template for chats; None for a model that has none, which can still complete.
+
+    Args:
+        settings: May have one.
+        vocab: Has the model's own, and the tokens that templates write; None before it is loaded.
+
+    Raises:
+        InvalidValue: For a text that is no template, or cannot be read.
+        TemplateError: For the model's own, if that cannot be read.
+    """
+    own, source = settings.read_chat_template(), None if vocab is None else vocab.chat_template
+    source = own or source
+    if source is None or not source.strip():
+        return None
+    options: dict[str, Any] = {}
+    if vocab is not None:
+        for name, token in (("bos_token", vocab.bos), ("eos_token", vocab.eos)):
+            options[name] = "" if token is None else vocab.text([token])
+        options["add_bos"] = vocab.adds_bos
+    if not own:
+        return ChatTemplate(source, **options)
+    where = settings.where("chat_template_file" if settings.chat_template_file else "chat_template")
+    if "{" not in source and source.strip() not in BUILT_IN:
+        raise InvalidValue(
+            f"{where}: {source[:60]!r} is no template; the built-in one is {', '.join(BUILT_IN)}"
+        )
+    try:
+        return ChatTemplate(source, **options)
+    except TemplateError as error:
+        raise InvalidValue(f"{where}: {error}") from None
+
+
+def trained_context(vocab: Vocab) -> int | None:
+    """Return for how many tokens of context a model was trained, if it says so."""
+    family = vocab.metadata.get("general.architecture", "")
+    text = str(vocab.metadata.get(f"{family}.context_length", ""))
+    return int(text) if text.isdecimal() else None
+
+
 def tiers_of(settings: ServerSettings) -> TierSettings:
     """Return the tiers below memory that settings ask for; only the tree has any.
 
     Raises:
         InvalidValue: For whole prompts, or no cache, with a tier below: nothing would go there.
+            For a limit without a directory, and a server that others use without a secret.
     """
     below = {
         name: getattr(settings, name)
@@ -169,6 +271,17 @@ def tiers_of(settings: ServerSettings) -> TierSettings:
                     "memory; --cache tree does"
                 )
         below = {}
+    if settings.disk_bytes is not None and "cache_dir" not in {*settings.sources, *below}:
+        raise InvalidValue(
+            f"{settings.where('disk_bytes')}: it limits the directory of --cache-dir, and there "
+            "is none"
+        )
+    if "redis_url" in below and not (settings.secret or settings.allow_unauthenticated):
+        raise InvalidValue(
+            f"{settings.where('redis_url')}: a server that others use needs a secret, in "
+            "LLAMAKEEP_SECRET or with --secret; or --allow-unauthenticated, when everyone who can "
+            "write to it may decide what this server answers"
+        )
     return TierSettings.resolve(
         **below,
         secret=settings.secret,

@@ -48,10 +48,11 @@ async def _answer(
     label: str,
 ) -> Response:
     options = context.options
+    defaults = options.openai_sampling or openai_defaults(options.sampling)
     sampling = await soon(
         options,
         size_of(body.logit_bias, options.inline_chars),
-        lambda: sampling_of(body, context.vocab, openai_defaults(options.sampling)),
+        lambda: sampling_of(body, context.vocab, defaults),
     )
     requests = requests_of(
         context,

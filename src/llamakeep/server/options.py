@@ -244,12 +244,15 @@ class Option:
     is_secret: bool = False
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """Its keys in a TOML file, where `_` may stand for `-`: every long name of the flag."""
+        long = (flag[2:].partition("/")[0] for flag in self.flags if flag.startswith("--"))
+        return tuple(long) or (self.name.replace("_", "-"),)
+
+    @property
     def key(self) -> str:
-        """The key in a TOML file; there `_` may stand for `-`."""
-        for flag in self.flags:
-            if flag.startswith("--"):
-                return flag[2:].partition("/")[0]
-        return self.name.replace("_", "-")
+        """The first of them."""
+        return self.keys[0]
 
     @property
     def flag(self) -> str:
@@ -259,7 +262,12 @@ class Option:
     @property
     def env(self) -> str:
         """The environment variable."""
-        return PREFIX + self.key.replace("-", "_").upper()
+        return env_of(self.key)
+
+
+def env_of(key: str) -> str:
+    """Return the environment variable that stands for a key."""
+    return PREFIX + key.replace("-", "_").upper()
 
 
 def option(section: str, flags: str, kind: Kind, text: str) -> dict[str, Any]:

@@ -189,8 +189,9 @@ class ServerOptions:
 
     Attributes:
         model_path: Shown by `/props`.
-        sampling: Defaults of `/completion`; the OpenAI endpoints take over what OpenAI's API does
-            not define.
+        sampling: Defaults of `/completion`.
+        openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
+            what OpenAI's API defines.
         n_predict: Tokens to generate where a request does not say; None for no limit.
         api_keys: A request must have one of them; none for no check.
         cors: Origins of pages that may ask; `*` for all.
@@ -208,6 +209,7 @@ class ServerOptions:
 
     model_path: str = ""
     sampling: Sampling = field(default_factory=Sampling)
+    openai_sampling: Sampling | None = None
     n_predict: int | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()

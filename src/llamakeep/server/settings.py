@@ -48,6 +48,8 @@ MIN_SLOT_TOKENS = 64
 """A slot with less room cannot even prove that its states can be kept."""
 
 _UNSET = -1
+_MOST_SEED = (1 << 32) - 1  # which means a random one, too
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty")
 _BY_CACHE = {"tree": (32, 512, "lru"), "prompt": (32, 8192, "upstream")}
 
 # -- the table -------------------------------------------------------------------------------------
@@ -82,6 +84,16 @@ class ServerSettings:
             "-ngl --gpu-layers --n-gpu-layers",
             Kind(read_layers, "N"),
             "Layers on the GPU; -1, auto or all for as many as there are.",
+        ),
+    )
+    mmap: bool = field(
+        default=True,
+        metadata=option(MODEL, "--mmap/--no-mmap", SWITCH, "Map the file instead of reading it."),
+    )
+    mlock: bool = field(
+        default=False,
+        metadata=option(
+            MODEL, "--mlock", SWITCH, "Keep the model in memory, where the system allows it."
         ),
     )
     lora: tuple[Path, ...] = field(
@@ -159,6 +171,15 @@ class ServerSettings:
         default="f16",
         metadata=option(
             CONTEXT, "-ctv --cache-type-v", choice(*KV_TYPES), "Type of the values, likewise."
+        ),
+    )
+    swa_full: bool = field(
+        default=False,
+        metadata=option(
+            CONTEXT,
+            "--swa-full",
+            SWITCH,
+            "Keep all rows of a sliding window: more memory, and no checkpoints are needed.",
         ),
     )
     threads: int | None = field(
@@ -371,6 +392,44 @@ class ServerSettings:
             "Most tokens of an answer whose request has no limit; -1 for no limit.",
         ),
     )
+    temperature: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--temp --temperature",
+            or_none(real(-100, 100), ""),
+            "Of requests that do not say; so the next five. Without: 0.8, and 1 in OpenAI's API.",
+        ),
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata=option(ANSWERS, "--top-k", or_none(whole(-1), ""), "Without: 40."),
+    )
+    top_p: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS, "--top-p", or_none(real(0, 1), ""), "Without: 0.95, and 1 in OpenAI's API."
+        ),
+    )
+    min_p: float | None = field(
+        default=None,
+        metadata=option(ANSWERS, "--min-p", or_none(real(0, 1), ""), "Without: 0.05."),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "-s --seed",
+            or_none(whole(-1, _MOST_SEED), -1, _MOST_SEED),
+            "Without, or -1: another one each time.",
+        ),
+    )
+    repeat_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS, "--repeat-penalty", or_none(real(0.001, 100), ""), "Without: 1, which is off."
+        ),
+    )
     queue: int = field(
         default=256,
         metadata=option(
@@ -404,6 +463,8 @@ class ServerSettings:
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Where each value that is no default came from, as messages name it: `--port`."""
+    notices: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """What is to be said of what was given, a line each: nothing of it is wrong."""
 
     def __post_init__(self) -> None:
         for option_ in OPTIONS:
@@ -441,6 +502,12 @@ class ServerSettings:
     def adapters(self) -> tuple[tuple[Path, float], ...]:
         """LoRA adapters and their scales."""
         return (*((path, 1.0) for path in self.lora), *self.lora_scaled)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What was chosen for requests that do not say, by the names of `Sampling`."""
+        chosen = {name: getattr(self, name) for name in _SAMPLING}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     def capacity_bytes(self, available_bytes: int) -> int:
         """Return how many bytes of states may be in memory.

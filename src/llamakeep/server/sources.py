@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llamakeep.errors import InvalidValue
-from llamakeep.server.options import PREFIX, Option
+from llamakeep.server import accepted
+from llamakeep.server.accepted import ACCEPTED
+from llamakeep.server.options import PREFIX, Option, env_of
 from llamakeep.server.settings import BY_NAME, OPTIONS, ServerSettings, beside
+from llamakeep.tiers import ENVIRONMENT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +28,17 @@ else:  # pragma: no cover - depends on the Python
 
 CONFIG_ENV = PREFIX + "CONFIG"
 
-_BY_KEY = {each.key: each for each in OPTIONS}
+_OTHER_ENVIRONMENT = {CONFIG_ENV, *ENVIRONMENT.values(), PREFIX + "TEST_CACHE"}
+_BY_KEY = {key: each for each in OPTIONS for key in each.keys}
+_BY_LETTER = {
+    flag[1:]: each.key
+    for each in OPTIONS
+    for flag in each.flags
+    if flag.startswith("-") and not flag.startswith("--")
+}
+_ACCEPTED_KEYS = {each.key: each for each in ACCEPTED}
+_CLOSE = 0.6
+"""How much a name must have of another one to be taken for a slip of it."""
 _ALTERNATIVES = (("chat_template", "chat_template_file"),)
 
 
@@ -52,15 +65,21 @@ def resolve(
     env = os.environ if environment is None else environment
     path = config if config is not None else env.get(CONFIG_ENV)
     given: dict[str, tuple[int, str, Any]] = {}
+    notices: list[str] = []
     if path:
         name = "--config" if config is not None else CONFIG_ENV
-        for option_, where, value in _of_file(Path(path).expanduser(), name):
+        for option_, where, value in _of_file(Path(path).expanduser(), name, notices):
             given[option_.name] = (0, where, value)
     for each in OPTIONS:
         if env.get(each.env):
             given[each.name] = (1, each.env, _read(each, each.env, env[each.env]))
+    notices += _of_environment(env)
     for name, value in (flags or {}).items():
-        if value is not None and value != []:
+        if value in (None, []):
+            continue
+        if name in accepted.BY_NAME:
+            notices.append(accepted.BY_NAME[name].notice(f"--{accepted.BY_NAME[name].key}"))
+        else:
             flag = BY_NAME[name].flag
             if value is False:
                 flag = f"--no-{BY_NAME[name].key}"
@@ -71,7 +90,29 @@ def resolve(
         raise InvalidValue("no model: say which GGUF file with --model FILE (-m)")
     values = {name: value for name, (_, _, value) in given.items()}
     sources = {name: where for name, (_, where, _) in given.items()}
-    return ServerSettings(**values, sources=sources)
+    return ServerSettings(**values, sources=sources, notices=tuple(notices))
+
+
+def _of_environment(env: Mapping[str, str]) -> list[str]:
+    """Return what is to be said of variables that stand for no option of this server."""
+    notices = []
+    names = {env_of(key): each.env for key, each in _BY_KEY.items()}
+    without_effect = {each.env: each for each in ACCEPTED}
+    for name in sorted(env):
+        if not name.startswith(PREFIX) or name in _OTHER_ENVIRONMENT or not env[name]:
+            continue
+        if name in without_effect:
+            notices.append(without_effect[name].notice(name))
+        elif names.get(name) != name:
+            nearest = _nearest(name.removeprefix(PREFIX).replace("_", "-").lower(), _BY_KEY)
+            near = names.get(name) or (env_of(nearest) if nearest else "")
+            hint = f"; did you mean {near}?" if near else ""
+            notices.append(f"{name} is not known, and ignored{hint}")
+    return notices
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, list(names), 1, _CLOSE)), "")
 
 
 def _keep_one(given: dict[str, tuple[int, str, Any]], names: tuple[str, ...]) -> None:
@@ -93,29 +134,40 @@ def _read(option_: Option, where: str, value: Any) -> Any:
         raise InvalidValue(f"{where} {error}") from None
 
 
-def _of_file(path: Path, named_by: str) -> list[tuple[Option, str, Any]]:
-    """Return what a TOML file says; paths in it are relative to it."""
+def _of_file(path: Path, named_by: str, notices: list[str]) -> list[tuple[Option, str, Any]]:
+    """Return what a TOML file says; paths in it are relative to it. Adds to the notices."""
     try:
         said: dict[str, Any] = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise InvalidValue(f"{named_by}: cannot read {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is not TOML: {error}") from None
-    found = []
+    found: dict[str, tuple[Option, str, Any]] = {}
     for key, value in said.items():
-        option_ = _BY_KEY.get(key.replace("_", "-"))
+        name, where = key.replace("_", "-"), f"{key} in {path.name}"
+        if name in _ACCEPTED_KEYS:
+            notices.append(_ACCEPTED_KEYS[name].notice(where))
+            continue
+        option_ = _BY_KEY.get(name)
         if option_ is None:
-            near = difflib.get_close_matches(key.replace("_", "-"), _BY_KEY, 1, 0.0)
-            raise InvalidValue(
-                f"{path.name} has an unknown key {key!r}; the nearest is {near[0]!r}"
-            )
-        where = f"{key} in {path.name}"
+            raise InvalidValue(_unknown(path.name, key, value))
+        if option_.name in found:
+            raise InvalidValue(f"{found[option_.name][1]} and {where} are one option")
         value = _read(option_, where, value)
-        found.append(
-            (
-                option_,
-                where,
-                beside(path.absolute().parent, value) if option_.kind.is_path else value,
-            )
-        )
-    return found
+        if option_.kind.is_path:
+            value = beside(path.absolute().parent, value)
+        found[option_.name] = (option_, where, value)
+    return list(found.values())
+
+
+def _unknown(file: str, key: str, value: Any) -> str:
+    """Return what is wrong with a key that nothing has."""
+    if isinstance(value, dict):
+        return f"{file} has a table [{key}]: tables are not known, all keys stand at the top"
+    name = key.replace("_", "-")
+    positive = name.removeprefix("no-")
+    if positive != name and positive in _BY_KEY:
+        return f"{file} has an unknown key {key!r}; write {positive} = false"
+    near = _BY_LETTER.get(name) or _nearest(name, _BY_KEY)
+    hint = f"the nearest is {near!r}" if near else "llamakeep serve --help lists all"
+    return f"{file} has an unknown key {key!r}; {hint}"
