@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from llamakeep.server import constraints
+from llamakeep.server.accepted import ACCEPTED
+from llamakeep.server.schema import ChatCompletion, Completion, NativeCompletion
 from llamakeep.server.settings import OPTIONS
 from tests.engine_tools import engine_of
 
@@ -45,10 +48,62 @@ def test_every_endpoint_that_it_names_is_there() -> None:
     assert {path for path in named if path.replace("{id}", "{id_slot}") not in paths} == set()
 
 
+def row(name: str) -> str:
+    """Return what the table of differences says of something."""
+    [line] = [line for line in TEXT.splitlines() if line.startswith(f"| {name} |")]
+    return line.split("|", 2)[2]
+
+
+def fields(text: str) -> set[str]:
+    return set(re.findall(r"`([a-z_]+)`", text))
+
+
+def test_the_endpoints_that_are_not_there_are_not_there() -> None:
+    from llamakeep.server.app import create_app
+
+    with engine_of() as engine:
+        paths = set(create_app(engine, None, None).openapi()["paths"])
+    missing = set(re.findall(r"`(/[^`]*)`", row("not there (404)")))
+    assert len(missing) >= 6
+    assert missing & paths == set()
+
+
+def test_every_field_that_is_refused_is_told() -> None:
+    refused = set(constraints._NEUTRAL) | {"echo", "suffix", "best_of"}
+    start, end = (TEXT.index(f"**fields that are {kind}") for kind in ("refused", "ignored"))
+    assert refused <= fields(TEXT[start:end])
+
+
+def test_the_fields_that_are_told_to_be_ignored_are() -> None:
+    told = fields(row("**fields that are ignored**"))
+    looked_at = {
+        name
+        for body in (ChatCompletion, Completion, NativeCompletion)
+        for name in body.model_fields
+    }
+    assert {"n_keep", "store", "model", "user"} <= told
+    assert (told - {"model", "user"}) & (looked_at | set(constraints._NEUTRAL)) == set()
+
+
+def test_limits_are_those_of_the_schema() -> None:
+    limits = dict(re.findall(r"`(\w+)`[^,]*? (\d+)", row("limits")))
+    bodies = {"n_probs": NativeCompletion, "top_logprobs": ChatCompletion, "logprobs": Completion}
+    assert set(limits) == {*bodies, "n"}
+    for name, most in limits.items():
+        schema = bodies.get(name, Completion).model_json_schema()["properties"][name]
+        assert schema["anyOf"][0]["maximum"] == int(most)
+
+
+def test_every_flag_that_changes_nothing_is_told() -> None:
+    told = set(re.findall(r"`(--[a-z-]+)`", row("**flags that change nothing**")))
+    assert told == {f"--{each.key}" for each in ACCEPTED}
+
+
 @pytest.mark.parametrize("text", [TEXT, README], ids=["docs", "README"])
 def test_every_option_that_is_named_is_one(text: str) -> None:
     flags = {flag for each in OPTIONS for name in each.flags for flag in name.split("/")}
     flags |= {"--config", "--check", "--json", "--help"}
+    flags |= {flag for each in ACCEPTED for flag in each.flags}
     commands = re.findall(r"llamakeep serve [^\n`]*(?:\\\n[^\n]*)*", text)
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(commands)))
     if text is TEXT:
