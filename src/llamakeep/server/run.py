@@ -45,7 +45,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _BACKLOG = 2048
 _UNREAD_MS = 30_000
 """How long the system keeps what a client does not take after it was cut off."""
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1
 """What clients have, at least, to take how their answers ended; and requests to clean up."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -346,6 +346,7 @@ class _Run:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )
 
@@ -385,13 +386,13 @@ class _Run:
                 until = loop.time() + drain_s
                 self._stop_listening()
                 await asyncio.to_thread(service.close, drain_s)
-            self._server.config.timeout_graceful_shutdown = max(  # type: ignore[assignment] # for wait_for
-                _LAST_WORDS_S, until - loop.time()
-            )
+            tasks = self._server.server_state.tasks
+            while tasks and (left := until - loop.time()) > 0:  # who reads slowly has that, too
+                await asyncio.wait(set(tasks), timeout=left)
             self._server.should_exit = True
             await serving
-            if self._server.server_state.tasks:  # cancelled: let them clean up
-                await asyncio.wait(self._server.server_state.tasks, timeout=_LAST_WORDS_S)
+            if tasks:  # cancelled: let them clean up
+                await asyncio.wait(set(tasks), timeout=_LAST_WORDS_S)
 
     async def _until_the_end(self, serving: asyncio.Task[None]) -> None:
         ending = asyncio.create_task(self._ending.wait())
