@@ -383,11 +383,6 @@ def test_what_is_live_goes_to_disk_when_nobody_waits_whoever_looks_just_then(
         assert server.engine.entries()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="llama.cpp's own lines are written among the events",
-)
 def test_each_line_of_a_log_that_is_no_terminal_is_an_event(tiny_model: ModelOf) -> None:
     with command(tiny_model("hybrid")) as (server, _):
         server.process.send_signal(signal.SIGTERM)

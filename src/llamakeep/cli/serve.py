@@ -18,7 +18,7 @@ from llamakeep.server.options import Option
 from llamakeep.server.settings import OPTIONS
 
 if TYPE_CHECKING:
-    from llamakeep.server.run import Service
+    from llamakeep.server.run import OnProgress, Service
     from llamakeep.server.settings import ServerSettings
 
 SUBJECT = "Answer requests"
@@ -184,9 +184,15 @@ def _run(run: Any, settings: ServerSettings) -> None:
             loading.close()
             announce(settings, service, url)
 
+        def load(settings: ServerSettings, on_progress: OnProgress) -> Service:
+            from llamakeep.runtime.llama_load import route_log
+
+            route_log(logging.getLogger("llama.cpp"))  # which else writes between our lines
+            return cast("Service", run.load_service(settings, on_progress))
+
         was_told = run.serve(
             settings,
-            run.load_service,
+            load,
             on_progress=lambda share: bar.update(int(share * _STEPS), _STEPS),
             on_ready=ready,
         )

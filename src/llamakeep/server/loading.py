@@ -265,13 +265,13 @@ def tiers_of(settings: ServerSettings) -> TierSettings:
     }
     if settings.cache != "tree":
         for name in below:
-            if name in settings.sources:
+            if _is_meant(settings, name):
                 raise InvalidValue(
                     f"{settings.where(name)}: --cache {settings.cache} keeps nothing outside of "
                     "memory; --cache tree does"
                 )
         below = {}
-    if settings.disk_bytes is not None and "cache_dir" not in {*settings.sources, *below}:
+    if _is_meant(settings, "disk_bytes") and settings.cache_dir is None:
         raise InvalidValue(
             f"{settings.where('disk_bytes')}: it limits the directory of --cache-dir, and there "
             "is none"
@@ -289,6 +289,11 @@ def tiers_of(settings: ServerSettings) -> TierSettings:
         allow_unauthenticated=settings.allow_unauthenticated,
         environment={},  # the settings have read it already
     )
+
+
+def _is_meant(settings: ServerSettings, name: str) -> bool:
+    """Whether somebody chose a value for this server, not for all that read the environment."""
+    return name in settings.sources and not settings.where(name).startswith("LLAMAKEEP_")
 
 
 def keeping_of(
