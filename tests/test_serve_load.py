@@ -200,9 +200,11 @@ def test_under_load_every_answer_is_that_of_a_cold_model_and_nothing_leaks(
         assert not any(slot.is_processing for slot in server.engine.slots())
         assert stats["failures"] == {}
         stops = [record["stop"] for record in server.records]
-        assert stops.count("limit") == load.n_finished
+        # An answer may be complete before the server sees that its client has gone.
+        assert stops.count("limit") >= load.n_finished
         assert set(stops) == {"limit", "cancelled"}
-        assert stats["evicted_segments"] > 0, "the budget was no limit"
+        evicted = stats["evicted_segments"] + stats["evicted_checkpoints"]
+        assert evicted > 0, "the budget was no limit"
         assert 0 < stats["used_bytes"] <= stats["capacity_bytes"] == CAPACITY_BYTES
         assert server.engine._keeping._tree.store.memory.peak_bytes <= CAPACITY_BYTES  # type: ignore[attr-defined]
         with server.client() as client:
