@@ -48,4 +48,10 @@ def test_snippets_run_one_after_the_other(
 def test_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+        if target.startswith("https://"):
+            continue
+        page, _, anchor = target.partition("#")
+        assert (ROOT / page).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], target
