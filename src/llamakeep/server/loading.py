@@ -6,10 +6,12 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -28,10 +30,23 @@ from llamakeep.stores.envelope import seal_id, seal_key
 from llamakeep.tiers import TierSettings
 from llamakeep.tree import PrefixTree
 
+T = TypeVar("T")
+
 SEGMENT_TOKENS = 256
 """Longest span that is kept as one piece, as with `attach`: so both can share what is on disk."""
 _MOST_TENANTS = 4_096
 """Tenants whose namespace is remembered."""
+
+
+def _in_a_thread(load: Callable[[], T]) -> T:
+    """Run something in a thread of its own, which ends with it.
+
+    What evaluates leaves a team of OpenMP threads behind for its thread. With more threads in teams
+    than there are processors, all of them sleep at each barrier instead of spinning, which takes
+    twice as long for a token: so none but the engine's thread may have one.
+    """
+    with ThreadPoolExecutor(1, "llamakeep-load") as pool:
+        return pool.submit(load).result()
 
 
 class Tenants:
@@ -106,7 +121,8 @@ def load_engine(
     with ExitStack() as undo:
         model = inspect_file(settings.model, cache_dir=tiers.cache_dir)
         adapters = read_adapters(settings.adapters, cache_dir=tiers.cache_dir)
-        runtime = LlamaCppRuntime.load(
+        load = partial(
+            LlamaCppRuntime.load,
             settings.model,
             n_ctx=settings.ctx_size,
             n_seqs=settings.parallel,
@@ -124,6 +140,7 @@ def load_engine(
             segment_tokens=SEGMENT_TOKENS,
             on_progress=on_progress,
         )
+        runtime = _in_a_thread(load)
         undo.callback(runtime.close)
         if adapters:
             loaded = [(runtime.load_adapter(path), scale) for path, scale in settings.adapters]
