@@ -520,7 +520,7 @@ def test_a_list_made_of_another_has_its_settings(how: str, restore: Any) -> None
     newest = list(other)[-1]
     assert newest.created == newest.last_used == before + 2  # the policy looked at it too
     assert [event["event"] for event in recorder] == ["checkpoint_created"]
-    found = other.find(42, as_tokens(run(44)), live_pos_min=50)
+    found = other.resume(42, as_tokens(run(44)), live_pos_min=50, commit=False)
     assert found.n_past == (20 if restore == "prefix" else 0)  # 39 at most
     other.check()
 
@@ -1111,7 +1111,7 @@ def test_find_says_what_resume_does_and_changes_nothing(restore: Any, data: st.D
         "n_rows": data.draw(st.sampled_from([None, n_prompt])),
     }
     before = [(item, item.hits) for item in kept]
-    found = kept.find(common, as_tokens(run(n_prompt)), **asked)
+    found = kept.resume(common, as_tokens(run(n_prompt)), **asked, commit=False)
     assert [(item, item.hits) for item in kept] == before
     assert not recorder
     resumed = kept.resume(common, as_tokens(run(n_prompt)), **asked)

@@ -506,6 +506,7 @@ class CheckpointList:
         n_new: int | None = None,
         n_live: int | None = None,
         n_rows: int | None = None,
+        commit: bool = True,
     ) -> Resume:
         """Find where a prompt goes on, record the hit, and drop what the prompt makes untrue.
 
@@ -532,6 +533,7 @@ class CheckpointList:
                 checkpoint. Not looked at by llama-server's rule.
             n_rows: Tokens of the prompt whose rows are there or needless (a recurrent model has
                 none), when more than `tokens_common`: how deep mode ``prefix`` may restore.
+            commit: Without it nothing is changed, recorded or reported.
 
         Raises:
             InvalidValue: For numbers that do not fit together; nothing is changed.
@@ -539,36 +541,16 @@ class CheckpointList:
         asked = _Asked.of(
             tokens_common, prompt, pos_next, live_pos_min, n_swa, n_new, n_live, n_rows
         )
+        if not commit:
+            if self.restore != "upstream":
+                return self._search_proven(asked, prefixes_of(self._items, prompt))
+            n_past, found, lost, _ = self._search_upstream(asked)
+            return Resume(asked.left_to_do(n_past), found, lost)
         self._n_prompt = asked.n_prompt
         self._refused = False
         if self.restore == "upstream":
             return self._resume_upstream(asked)
         return self._resume_proven(asked)
-
-    def find(
-        self,
-        tokens_common: int,
-        prompt: IntArray,
-        *,
-        pos_next: int | None = None,
-        live_pos_min: int,
-        n_swa: int = 0,
-        n_new: int | None = None,
-        n_live: int | None = None,
-        n_rows: int | None = None,
-    ) -> Resume:
-        """Return what `resume` would, without changing or reporting anything.
-
-        Raises:
-            InvalidValue: As `resume`.
-        """
-        asked = _Asked.of(
-            tokens_common, prompt, pos_next, live_pos_min, n_swa, n_new, n_live, n_rows
-        )
-        if self.restore == "upstream":
-            n_past, found, lost, _ = self._search_upstream(asked)
-            return Resume(asked.left_to_do(n_past), found, lost)
-        return self._search_proven(asked, prefixes_of(self._items, prompt))
 
     def deepest(self, tokens: IntArray, limit: int, *, n_swa: int = 0) -> ListedCheckpoint | None:
         """Return the checkpoint that brings most of the first `limit` tokens back, by the mode.

@@ -39,7 +39,6 @@ from llamakeep.modes import Mode, current_mode
 from llamakeep.policy import Policy, get_policy
 from llamakeep.sequence import FIRST_TIME, KeptSequence
 from llamakeep.states import Reuse
-from llamakeep.stores.envelope import seal_id
 from llamakeep.tiers import TierSettings
 from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from llamakeep.tree import PrefixTree
@@ -784,18 +783,14 @@ def attach(
                 f"capacity_bytes={capacity:,} is below one segment of {longest} tokens ({needed:,} "
                 "bytes): raise it, or lower segment_tokens"
             )
-        namespace = Namespace(
-            model=model.fingerprint,
-            layout=runtime.traits.layout.hex(),
+        namespace = settings.namespace(
+            runtime.traits,
+            model.fingerprint,
+            model_name=Path(llm.model_path).name,
             segment_tokens=segment_tokens,
-            family=runtime.traits.family.value,
-            rolling=runtime.traits.rolling,
             context=runtime.context_settings(llm, rope_factors=model.rope_factors),
             build=runtime.build_facts(),
             adapters=kept_adapters,
-            seal=seal_id(settings.secret),
-            salt=settings.salt,
-            model_name=Path(llm.model_path).name,
         )
         tree = PrefixTree(
             store,

@@ -126,7 +126,7 @@ class Slot:
         Asks what `resume` would do, and counts nothing that is not proven. Changes nothing; costs
         what `resume` costs without moving the sequence.
         """
-        found = self._asked(self.checkpoints.find, prompt, int(prompt.size))
+        found = self._ask(prompt, int(prompt.size), commit=False)
         if found.checkpoint is not None and not prefixes_of([found.checkpoint], prompt):
             return 0  # by llama-server's rule it is restored all the same
         return min(found.n_past, most)
@@ -173,15 +173,15 @@ class Slot:
         Returns:
             Tokens of the prompt that it holds now: at least one is left to evaluate.
         """
-        found = self._asked(self.checkpoints.resume, prompt, most)
+        found = self._ask(prompt, most, commit=True)
         data = found.checkpoint.data if found.checkpoint is not None else None
         self._cut(prompt[: found.n_past], data)
         return self.n_tokens
 
-    def _asked(self, how: Callable[..., Resume], prompt: IntArray, most: int) -> Resume:
-        """Ask the list where a prompt goes on: `CheckpointList.find` or `resume`."""
+    def _ask(self, prompt: IntArray, most: int, *, commit: bool) -> Resume:
+        """Ask the list where a prompt goes on."""
         common = min(common_prefix(self.tokens, prompt), most)
-        return how(
+        return self.checkpoints.resume(
             common,
             prompt,
             pos_next=common,
@@ -189,6 +189,7 @@ class Slot:
             n_swa=self._n_swa(),
             n_new=int(prompt.size) - common,
             n_live=self.n_tokens,
+            commit=commit,
         )
 
     def _pos_min(self) -> int:

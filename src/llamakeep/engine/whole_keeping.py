@@ -46,7 +46,7 @@ class PromptKeeping:
         self.has_tiers = False
         self._runtime = runtime
         self._cache = cache
-        self._digest_of = namespace_of
+        self.namespace_of = namespace_of
         self._clock = clock
         self._slots = Slots(runtime, cache, clock=clock, **options)
         self._tasks = [0] * runtime.n_seqs
@@ -69,7 +69,7 @@ class PromptKeeping:
         for slot in self._slots.slots:
             slot.busy = slot.slot_id not in idle
         chosen, update = self._slots.choose(
-            request.prompt, request.slot, namespace=self._digest_of(request.salt)
+            request.prompt, request.slot, namespace=self.namespace_of(request.salt)
         )
         self._update[chosen.slot_id] = update
         return chosen.slot_id
@@ -84,7 +84,7 @@ class PromptKeeping:
             update=self._update[slot_id],
             reads=request.mode.reads,
             writes=request.mode.writes,
-            namespace=self._digest_of(request.salt),
+            namespace=self.namespace_of(request.salt),
         )
         slot.busy = True
         self._tasks[slot_id] = self._slots.next_task()
@@ -158,15 +158,11 @@ class PromptKeeping:
     def hold(self, slot_id: int, content: SlotContent, salt: str) -> None:
         """Note what was restored into a slot that was empty."""
         self._salts[slot_id] = salt
-        self._slots.hold(slot_id, content.tokens, namespace=self._digest_of(salt))
+        self._slots.hold(slot_id, content.tokens, namespace=self.namespace_of(salt))
 
     def namespace(self, slot_id: int) -> bytes:
         """Return the namespace of the slot's tenant."""
-        return self._digest_of(self._salts[slot_id])
-
-    def namespace_of(self, salt: str) -> bytes:
-        """Return the namespace of a tenant."""
-        return self._digest_of(salt)
+        return self.namespace_of(self._salts[slot_id])
 
     def stats(self) -> dict[str, Any]:
         """Return the cache's counters and sizes."""

@@ -6,9 +6,10 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
+from llamakeep.chat_template import ChatTemplate
 from llamakeep.server import cache, errors, native, openai, slots
 from llamakeep.server.asking import Context
-from llamakeep.server.conversation import Conversations, Template
+from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.limits import Limits
@@ -26,7 +27,7 @@ completions also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_sal
 def create_app(
     engine: Engine,
     options: ServerOptions | None = None,
-    template: Template | None = None,
+    template: ChatTemplate | None = None,
     *,
     template_source: str = "",
     exposition: Exposition | None = None,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from llamakeep.chat_template import token_starts
+from llamakeep.chat_template import ChatTemplate, token_starts
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError
 from llamakeep.server.ports import Prompt
@@ -32,25 +32,6 @@ class Rendered(Protocol):
         ...  # pragma: no cover - protocol
 
 
-class Template(Protocol):
-    """What turns messages into a text (`llamakeep.chat_template.ChatTemplate`)."""
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Rendered:
-        """Return the text of `messages`.
-
-        Raises:
-            TemplateError: With the template's own words.
-        """
-        ...  # pragma: no cover - protocol
-
-
 class Conversations:
     """Makes prompts of conversations. Any thread may use it.
 
@@ -59,7 +40,7 @@ class Conversations:
         vocab: The model's.
     """
 
-    def __init__(self, template: Template | None, vocab: Vocab) -> None:
+    def __init__(self, template: ChatTemplate | None, vocab: Vocab) -> None:
         self._template = template
         self._vocab = vocab
 

@@ -26,7 +26,7 @@ from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.server.settings import ServerSettings
 from llamakeep.stores.base import TreeStore
 from llamakeep.stores.disk import layout
-from llamakeep.stores.envelope import seal_id, seal_key
+from llamakeep.stores.envelope import seal_key
 from llamakeep.tiers import TierSettings
 from llamakeep.tree import PrefixTree
 
@@ -145,18 +145,14 @@ def load_engine(
         if adapters:
             loaded = [(runtime.load_adapter(path), scale) for path, scale in settings.adapters]
             runtime.set_adapters(loaded)
-        namespace = Namespace(
-            model=model.fingerprint,
-            layout=runtime.traits.layout.hex(),
+        namespace = tiers.namespace(
+            runtime.traits,
+            model.fingerprint,
+            model_name=settings.model.name,
             segment_tokens=SEGMENT_TOKENS,
-            family=runtime.traits.family.value,
-            rolling=runtime.traits.rolling,
             context=runtime.namespace_settings(rope_factors=model.rope_factors),
             build=runtime.build_facts(),
             adapters=adapters,
-            seal=seal_id(tiers.secret),
-            salt=tiers.salt,
-            model_name=settings.model.name,
         )
         capacity = settings.capacity_bytes(psutil.virtual_memory().available)
         keeping = keeping_of(settings, tiers, runtime, namespace, capacity)

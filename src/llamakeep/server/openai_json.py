@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def legacy_logprobs(probs: Sequence[Choice], top: int, offsets: Offsets) -> dict
     }
 
 
-class OpenAIEncoder:
+class OpenAIEncoder(ABC):
     """What both kinds of completion have in common. Used by one HTTP request.
 
     Args:
@@ -148,8 +149,8 @@ class OpenAIEncoder:
             result["__verbose"] = self._verbose(first, first.text)
         return result | {"timings": timings_json(first.timings)}
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, answer: Answer) -> dict[str, Any]: ...  # pragma: no cover - abstract
 
     def _verbose(self, answer: Answer, text: str) -> dict[str, Any]:
         return final_json(
@@ -192,15 +193,18 @@ class OpenAIEncoder:
         }
         return event(chunk) + _DONE
 
+    @abstractmethod
     def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
         """Return what comes before the first piece of an answer, if anything does."""
-        raise NotImplementedError
+        ...  # pragma: no cover - abstract
 
-    def _piece(self, answer: Answer, piece: Piece, extra: dict[str, Any]) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _piece(
+        self, answer: Answer, piece: Piece, extra: dict[str, Any]
+    ) -> bytes: ...  # pragma: no cover - abstract
 
-    def _last(self, answer: Answer, reason: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _last(self, answer: Answer, reason: str) -> bytes: ...  # pragma: no cover - abstract
 
     def _chunk(self, choice: dict[str, Any], extra: dict[str, Any]) -> bytes:
         """Return a chunk that is not like most."""
