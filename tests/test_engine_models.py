@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import llamakeep
 from llamakeep.engine import Engine
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.server.loading import load_engine
@@ -144,3 +145,22 @@ def test_flash_attention_serves_too(tiny_model: Callable[[str], Path], flash_att
         again = ask(engine, prompt, 6)
         assert again.wait().timings.prompt_n <= 9
         assert again.tokens == first.tokens
+
+
+@pytest.mark.parametrize("family", ["attention", "hybrid"])
+def test_a_server_finds_on_disk_what_a_llama_with_a_keeper_kept(
+    tiny_model: Callable[[str], Path],
+    make_llama: Callable[..., Any],
+    family: str,
+    tmp_path: Path,
+) -> None:
+    path = tiny_model(family)
+    llm = make_llama(path, n_ctx=1024, flash_attn=False, swa_full=False)
+    prompt = tokens_of(150, 1, llm.n_vocab())
+    with llamakeep.attach(llm, cache_dir=tmp_path) as keeper:
+        next(llm.generate(prompt.tolist(), temp=0.0))
+        assert keeper.flush(60)
+    with served(path, cache_dir=tmp_path) as engine:
+        reuse = ask(engine, prompt, 2).wait().reuse
+        assert reuse is not None
+        assert (reuse.tier, reuse.reused_tokens) == ("disk", 144)
