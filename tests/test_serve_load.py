@@ -50,8 +50,9 @@ from tests.test_serve_cli import Process
 
 N_CONNECTIONS = 20
 N_ANSWER = 12
-CAPACITY_BYTES = 3 << 20
-"""Far less than all prompts need: states are evicted all the time."""
+CAPACITY_BYTES = 1 << 20
+"""Far less than the prompts alone need in each family: states are evicted all the time, however
+early answers are cancelled."""
 TENANTS = ("red", "blue")
 MALFORMED = [b"", b"{", b"[]", b'{"prompt": "x", "max_tokens": 1e400}', b'{"prompt": \xff}', b"nul"]
 
