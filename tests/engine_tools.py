@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,8 +15,10 @@ from llamakeep.engine import (
     Failed,
     Finished,
     Keeping,
+    Observer,
     Piece,
     PromptKeeping,
+    Record,
     Request,
     Ticket,
     TreeKeeping,
@@ -39,6 +41,16 @@ def runtime_of(family: Family | str, **options: Any) -> FakeRuntime:
     """Return a small fake model."""
     given: dict[str, Any] = {"n_ctx": 2048, "n_batch": 64, "n_vocab": N_VOCAB, "n_swa": N_SWA}
     return FakeRuntime(family, **(given | options))
+
+
+class Ends(Observer):
+    """Tells what became of each request to a function."""
+
+    def __init__(self, tell: Callable[[Record], object]) -> None:
+        self._tell = tell
+
+    def ended(self, record: Record) -> None:
+        self._tell(record)
 
 
 def tenant(salt: str) -> bytes:

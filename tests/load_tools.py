@@ -19,11 +19,12 @@ import httpx
 import numpy as np
 
 from llamakeep.chat_template import ChatTemplate, token_starts
-from llamakeep.engine import Engine
+from llamakeep.engine import Engine, Record
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.server import run
 from llamakeep.server.settings import ServerSettings
 from llamakeep.tokens import IntArray
+from tests.engine_tools import Ends
 
 PATIENCE_S = 60.0
 """For what must happen: longer than any busy machine takes, so that only a fault runs into it."""
@@ -82,7 +83,7 @@ class LiveServer:
             "max_body_bytes": MAX_BODY_BYTES,
         }
         settings = ServerSettings(model=model, **(given | options))
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.url = ""
         self._sock = run.bind(settings.host, settings.port)
@@ -105,7 +106,7 @@ class LiveServer:
 
     def _up(self, service: run.Service, url: str) -> None:
         self.engine = cast(Engine, cast(MethodType, service.close).__self__)
-        self.engine.on_record = self._ended
+        self.engine.observers.add(Ends(self._ended))
         self.url = url
         self._ready.set()
 
@@ -145,7 +146,7 @@ class LiveServer:
         stats = self.engine.stats()
         return int(stats["waiting"] + stats["slots_busy"])
 
-    def _ended(self, record: dict[str, Any]) -> None:
+    def _ended(self, record: Record) -> None:
         self.records.append(record)
         self._ends.put(None)
 

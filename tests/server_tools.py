@@ -16,10 +16,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from llamakeep.chat_template import ChatTemplate
-from llamakeep.engine import Engine
+from llamakeep.engine import Engine, Record
 from llamakeep.server.app import create_app
-from llamakeep.server.ports import ServerOptions
-from tests.engine_tools import engine_of
+from llamakeep.server.context import ServerOptions
+from tests.engine_tools import Ends, engine_of
 
 TIMEOUT_S = 30.0
 """For what must happen: longer than any busy machine takes, so that only a fault runs into it."""
@@ -62,7 +62,7 @@ class Served:
     engine: Engine
     client: httpx.Client
     url: str
-    records: queue.SimpleQueue[dict[str, Any]]
+    records: queue.SimpleQueue[Record]
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
@@ -110,7 +110,7 @@ class Served:
             assert next(lines)
             yield lines
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """Wait for the next request to end, and return what became of it."""
         return self.records.get(timeout=TIMEOUT_S)
 
@@ -144,11 +144,11 @@ def served(
         no_template: The model has none.
         **options: Of `ServerOptions`, or `exposition`.
     """
-    records: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    records: queue.SimpleQueue[Record] = queue.SimpleQueue()
     exposition = options.pop("exposition", None)
     given = {"n_seqs": 2, "n_ctx": 512} | (engine or {})
     with engine_of(**given) as made:
-        made.on_record = records.put
+        made.observers.add(Ends(records.put))
         template = None if no_template else ChatTemplate("chatml", add_bos=True)
         app = create_app(made, ServerOptions(**options), template, exposition=exposition)
         with serving(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:

@@ -480,9 +480,9 @@ def test_fault_61_what_it_does_can_be_seen() -> None:
         first.wait()
         ask(engine, join(span(101, 1), first.tokens, span(16, 2)), 3, label="second").wait()
         newest, before = engine.recent()
-        assert (newest["label"], before["label"]) == ("second", "first")
-        assert (newest["reused_tokens"], newest["evaluated_tokens"]) == (104, 17)
-        assert (newest["tier"], newest["reason"][:8]) == ("live", "new from")
+        assert (newest.label, before.label) == ("second", "first")
+        assert (newest.reused_tokens, newest.evaluated_tokens) == (104, 17)
+        assert (newest.tier, newest.reason[:8]) == ("live", "new from")
         stats = engine.stats()
         assert stats["saved_share"] == pytest.approx(104 / 222)
         assert stats["reused_by_tier"] == {"none": 0, "live": 104}
@@ -505,7 +505,7 @@ def test_idle_slots_make_room_and_lose_nothing() -> None:
             heard.wait()
             assert heard.tokens == cold("attention", talk, 3, n_ctx=512)
         recent = engine.recent()
-        assert [record["reused_tokens"] for record in recent[:5]] == [136] * 5
+        assert [record.reused_tokens for record in recent[:5]] == [136] * 5
 
 
 def test_what_is_restored_above_an_idle_slot_is_laid_low_when_that_leaves() -> None:

@@ -38,9 +38,9 @@ class Ticks:
 
 def scheduler_of(
     runtime: FakeRuntime, *, cache: str = "tree", capacity_bytes: int = 1 << 20, **options: Any
-) -> tuple[Scheduler, Keeping, list[tuple[Job, str]]]:
+) -> tuple[Scheduler, Keeping, list[tuple[Job, Finished | Failed]]]:
     """Return a scheduler, what it keeps in, and the list of what has ended."""
-    ended: list[tuple[Job, str]] = []
+    ended: list[tuple[Job, Finished | Failed]] = []
     kept: Keeping
     if cache == "tree":
         tree = PrefixTree(MemoryStore(capacity_bytes), runtime.traits, segment_tokens=16)
@@ -52,7 +52,8 @@ def scheduler_of(
         runtime,
         runtime.vocab,
         kept,
-        on_end=lambda job, stop: ended.append((job, stop)),
+        on_end=lambda job, last: ended.append((job, last)),
+        on_saved=lambda _ms: None,
         clock=Ticks(),
         **(given | options),
     )
@@ -157,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             heard.ended.clear()
             self.jobs = [each for each in self.jobs if each[0] is not job]
             self.ended = [each for each in self.ended if each[0] is not job]
-            self.scheduler._on_end = lambda job, stop: self.ended.append((job, stop))
+            self.scheduler._on_end = lambda job, last: self.ended.append((job, last))
 
     @invariant()
     def it_adds_up(self) -> None:

@@ -200,7 +200,7 @@ def test_under_load_every_answer_is_that_of_a_cold_model_and_nothing_leaks(
         assert (stats["slots_busy"], stats["waiting"]) == (0, 0)
         assert not any(slot.is_processing for slot in server.engine.slots())
         assert stats["failures"] == {}
-        stops = [record["stop"] for record in server.records]
+        stops = [record.stop for record in server.records]
         # An answer may be complete before the server sees that its client has gone.
         assert stops.count("limit") >= load.n_finished
         assert set(stops) == {"limit", "cancelled"}

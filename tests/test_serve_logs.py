@@ -7,50 +7,32 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-import numpy as np
 import pytest
 
-from llamakeep.engine.request import (
-    Begun,
-    Failed,
-    Finished,
-    Listener,
-    Piece,
-    Progress,
-    Request,
-    Stop,
-    Timings,
-    Update,
-)
-from llamakeep.errors import DecodeError
+from llamakeep.engine import Progress, Record, Request
 from llamakeep.server import logs
-from llamakeep.server.records import PROGRESS_EVERY_MS, RequestRecord, WatchedEngine
-from llamakeep.states import Reuse
+from tests.engine_tools import ask, engine_of
 
-REUSE = Reuse(1200, 56, "ram", "new from token 1200 on", 3.0)
-FINISHED = Finished(Stop.END, "", 1, REUSE, Timings(10.0, 56, 1200, 400.0, 31, 1000.0), 1256, 1287)
-REQUEST = Request.of(np.arange(1256), label="chatcmpl-1")
-RECORD = RequestRecord.of(REQUEST, FINISHED, Begun(1, REUSE))
+RECORD = Record(
+    label="chatcmpl-1",
+    slot=1,
+    prompt_tokens=1256,
+    reused_tokens=1200,
+    evaluated_tokens=56,
+    generated_tokens=31,
+    tier="ram",
+    reason="new from token 1200 on",
+    stop="end",
+    queue_ms=10.0,
+    restore_ms=3.0,
+    prompt_ms=400.0,
+    predicted_ms=1000.0,
+)
 FORGED = 'x\n12:00:00 forged\r\x1b[2J\u2028\x00{"event": "forged"}\u202e'
-
-
-class Engine:
-    """Answers every request with the same updates."""
-
-    n_ctx = 77
-
-    def __init__(self, *updates: Update) -> None:
-        self.updates = updates
-        self.asked: list[Request] = []
-
-    def submit(self, request: Request, listener: Listener) -> str:
-        self.asked.append(request)
-        for update in self.updates:
-            listener(update)
-        return "ticket"
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +105,7 @@ def test_the_time_is_utc_to_the_millisecond() -> None:
 @pytest.mark.parametrize("readable", [True, False])
 def test_what_a_client_sends_makes_no_line_of_its_own(readable: bool) -> None:
     stream = written(readable)
-    logs.tell_request(RequestRecord(FORGED))
+    logs.tell_request(Record(label=FORGED))
     logs.tell_progress(FORGED, Progress(10, 0, 5, 1.0))
     logging.getLogger("llamakeep").warning("a path: %s", FORGED)
     logging.getLogger("uvicorn.error").warning("a header: %s", FORGED)
@@ -151,7 +133,7 @@ def test_a_traceback_makes_no_line_that_looks_like_one(readable: bool) -> None:
 
 def test_an_id_is_cut() -> None:
     stream = written(readable=False)
-    logs.tell_request(RequestRecord("x" * 10_000))
+    logs.tell_request(Record(label="x" * 10_000))
     assert len(entries(stream)[0]["request_id"]) == 80
     assert len(stream.getvalue()) < 1000
 
@@ -183,22 +165,34 @@ def test_configuring_again_replaces_the_handler() -> None:
 def test_what_was_said_is_not_logged() -> None:
     stream = written(readable=False)
     secret = "what-nobody-else-may-read"
-    request = Request.of([31337, 42], stop=(secret,), salt=secret, label="id")
-    engine = WatchedEngine(
-        Engine(Begun(0, REUSE), Piece(secret, (31337,)), FINISHED),
-        logs.tell_request,
-        progress=logs.tell_progress,
-    )
-    engine.submit(request, lambda _update: None)
-    assert stream.getvalue().count("\n") == 1
+    with engine_of() as engine:
+        engine.observers.add(logs.RequestLog(progress=True))
+        prompt = list(secret.encode())
+        heard = ask(engine, prompt, 3, stop=(secret,), salt=secret, label="id")
+        heard.wait()
+    assert heard.text
+    assert [entry["event"] for entry in entries(stream)] == ["request"]
     assert secret not in stream.getvalue()
-    assert "31337" not in stream.getvalue()
+    assert str(prompt[0]) + "," not in stream.getvalue()
+
+
+def test_progress_is_told_where_it_is_asked_for() -> None:
+    stream = written(readable=False)
+    request, progress = Request.of([1, 2], label="id"), Progress(100, 10, 50, 2000.0)
+    logs.RequestLog().progressed(request, progress)
+    assert not stream.getvalue()
+    logs.RequestLog(progress=True).progressed(request, progress)
+    [entry] = entries(stream)
+    assert (entry["event"], entry["request_id"], entry["processed_tokens"]) == (
+        "progress",
+        "id",
+        50,
+    )
 
 
 def test_a_failure_is_named_and_a_warning() -> None:
     stream = written(readable=False)
-    engine = WatchedEngine(Engine(Begun(1, REUSE), Failed(DecodeError("x"))), logs.tell_request)
-    engine.submit(REQUEST, lambda _update: None)
+    logs.RequestLog().ended(replace(RECORD, stop="failed", error="DecodeError"))
     [entry] = entries(stream)
     assert (entry["level"], entry["error"], entry["stop"]) == ("warning", "DecodeError", "failed")
     assert (entry["slot"], entry["tier"]) == (1, "ram")
@@ -206,54 +200,9 @@ def test_a_failure_is_named_and_a_warning() -> None:
 
 def test_a_request_that_never_began_has_no_slot() -> None:
     stream = written(readable=True)
-    timings = Timings(5.0, 0, 0, 0.0, 0, 0.0)
-    end = Finished(Stop.CANCELLED, "", None, None, timings, 1256, 0)
-    logs.tell_request(RequestRecord.of(REQUEST, end, None))
+    logs.tell_request(Record(label="chatcmpl-1", queue_ms=5.0, stop="cancelled"))
     assert " no slot: 0 reused (none), 0 evaluated" in stream.getvalue()
     assert "5 ms in all (cancelled) chatcmpl-1" in stream.getvalue()
-
-
-def test_who_asked_hears_the_same_as_without_the_watch() -> None:
-    updates = (Begun(1, REUSE), Progress(9, 0, 3, 1.0), Piece("a", (1,)), FINISHED)
-    engine = Engine(*updates)
-    heard: list[Update] = []
-    told: list[RequestRecord] = []
-    watched = WatchedEngine(engine, told.append, progress=lambda _id, _update: None)
-    assert watched.submit(REQUEST, heard.append) == "ticket"
-    assert heard == [update for update in updates if not isinstance(update, Progress)]
-    assert told == [RECORD]
-    heard.clear()
-    watched.submit(Request.of([1], wants_progress=True), heard.append)
-    assert heard == list(updates)
-    assert watched.n_ctx == 77
-
-
-def test_progress_is_asked_for_only_when_it_is_told() -> None:
-    engine = Engine()
-    WatchedEngine(engine).submit(REQUEST, lambda _update: None)
-    WatchedEngine(engine, progress=lambda _id, _update: None).submit(REQUEST, lambda _update: None)
-    assert [request.wants_progress for request in engine.asked] == [False, True]
-
-
-def test_progress_is_told_of_long_prompts_only_and_not_too_often() -> None:
-    told: list[float] = []
-    steps = [Progress(100, 0, 1, ms) for ms in np.arange(0.0, 10_000.0, 250.0)]
-    watched = WatchedEngine(Engine(*steps), progress=lambda _id, update: told.append(update.ms))
-    watched.submit(REQUEST, lambda _update: None)
-    assert told == [2000.0, 4000.0, 6000.0, 8000.0]
-    assert PROGRESS_EVERY_MS == 2000.0
-
-
-def test_what_fails_to_be_noted_ends_no_answer() -> None:
-    stream = written(readable=False)
-
-    def fail(_record: RequestRecord) -> None:
-        raise ZeroDivisionError
-
-    heard: list[Update] = []
-    WatchedEngine(Engine(FINISHED), fail).submit(REQUEST, heard.append)
-    assert heard == [FINISHED]
-    assert "ZeroDivisionError" in entries(stream)[0]["traceback"]
 
 
 class Stuck(io.StringIO):

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from llamakeep.engine.request import Request
+from llamakeep.engine import Record
 from llamakeep.errors import (
     ContextOverflow,
     EngineClosed,
@@ -30,10 +30,20 @@ from llamakeep.server.metrics import (
     Metrics,
     endpoint_of,
 )
-from llamakeep.server.records import RequestRecord, WatchedEngine
 
-RECORD = RequestRecord(
-    "id", 0, 1200, 56, "ram", "new from token 1200 on", 31, 3.0, 10.0, 400.0, 1000.0, "end"
+RECORD = Record(
+    label="id",
+    slot=0,
+    reused_tokens=1200,
+    evaluated_tokens=56,
+    tier="ram",
+    reason="new from token 1200 on",
+    generated_tokens=31,
+    restore_ms=3.0,
+    queue_ms=10.0,
+    prompt_ms=400.0,
+    predicted_ms=1000.0,
+    stop="end",
 )
 STATS: dict[str, Any] = {
     "slots": 4,
@@ -74,8 +84,8 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 def test_a_request_is_counted_once_by_all_that_is_told_of_it() -> None:
     metrics = Metrics()
-    metrics.finished(RECORD)
-    metrics.finished(replace(RECORD, tier="none", reused_tokens=0, stop="limit"))
+    metrics.ended(RECORD)
+    metrics.ended(replace(RECORD, tier="none", reused_tokens=0, stop="limit"))
     found = samples(metrics)
     assert found["llamakeep_requests_total", ("end",)] == 1
     assert found["llamakeep_requests_total", ("limit",)] == 1
@@ -91,7 +101,7 @@ def test_a_request_is_counted_once_by_all_that_is_told_of_it() -> None:
 
 def test_what_never_began_has_no_times() -> None:
     metrics = Metrics()
-    metrics.finished(RequestRecord("id", queue_ms=9.0, stop="cancelled"))
+    metrics.ended(Record(label="id", queue_ms=9.0, stop="cancelled"))
     found = samples(metrics)
     assert found["llamakeep_queue_seconds_count", ()] == 0
     assert found["llamakeep_first_token_seconds_count", ()] == 0
@@ -100,8 +110,8 @@ def test_what_never_began_has_no_times() -> None:
 
 def test_the_names_that_dashboards_of_llama_server_expect() -> None:
     metrics = Metrics(lambda: STATS)
-    metrics.finished(RECORD)
-    metrics.finished(RECORD)
+    metrics.ended(RECORD)
+    metrics.ended(RECORD)
     found = samples(metrics)
     expected = {
         "prompt_tokens_total": 112,
@@ -122,9 +132,9 @@ def test_the_names_that_dashboards_of_llama_server_expect() -> None:
 
 def test_rates_are_of_the_last_requests() -> None:
     metrics = Metrics()
-    metrics.finished(replace(RECORD, evaluated_tokens=1_000_000))
+    metrics.ended(replace(RECORD, evaluated_tokens=1_000_000))
     for _ in range(32):
-        metrics.finished(RECORD)
+        metrics.ended(RECORD)
     assert samples(metrics)["llamacpp:prompt_tokens_seconds", ()] == pytest.approx(140.0)
 
 
@@ -172,14 +182,14 @@ def test_a_thousand_random_paths_are_one_label() -> None:
 def test_a_thousand_clients_make_no_new_labels() -> None:
     metrics = Metrics(lambda: STATS)
     everything = {"stop": "end", "tier": "ram", "error": "DecodeError", "reason": "r"}
-    metrics.finished(replace(RECORD, **everything))
-    metrics.finished(replace(RECORD, stop="?", tier="?", error="?"))
-    metrics.refused("?")
+    metrics.ended(replace(RECORD, **everything))
+    metrics.ended(replace(RECORD, stop="?", tier="?", error="?"))
+    metrics.refused(InvalidValue("?"))
     known = set(samples(metrics))
     for n in range(1000):
-        mine = {name: f"{name}-{n}" for name in (*everything, "request_id")}
-        metrics.finished(replace(RECORD, **mine))
-        metrics.refused(f"reason-{n}")
+        mine = {name: f"{name}-{n}" for name in (*everything, "label")}
+        metrics.ended(replace(RECORD, **mine))
+        metrics.refused(type(f"Error{n}", (LlamakeepError,), {})("?"))
     assert set(samples(metrics)) == known
 
 
@@ -214,14 +224,14 @@ def test_which_endpoint_a_path_is_of(path: str, endpoint: str) -> None:
 
 def test_errors_are_counted_by_class() -> None:
     metrics = Metrics()
-    metrics.finished(RequestRecord("id", error="DecodeError"))
+    metrics.ended(Record(label="id", error="DecodeError"))
     assert samples(metrics)["llamakeep_errors_total", ("DecodeError",)] == 1
     assert "DecodeError" in ERRORS
 
 
 def test_refusals_and_saves() -> None:
     metrics = Metrics()
-    metrics.refused("queue_full")
+    metrics.refused(QueueFull("full", retry_after_s=1.0))
     metrics.saved(21.0)
     found = samples(metrics)
     assert found["llamakeep_refusals_total", ("queue_full",)] == 1
@@ -230,7 +240,7 @@ def test_refusals_and_saves() -> None:
 
 def test_two_servers_share_nothing_and_the_process_wide_registry_stays_empty() -> None:
     first, second = Metrics(), Metrics()
-    first.finished(RECORD)
+    first.ended(RECORD)
     assert samples(second)["llamakeep_generated_tokens_total", ()] == 0
     assert not [family.name for family in REGISTRY.collect() if "llama" in family.name]
 
@@ -242,7 +252,7 @@ def test_an_engine_that_does_not_tell_costs_only_its_own_figures(
         raise ZeroDivisionError
 
     metrics = Metrics(fail)
-    metrics.finished(RECORD)
+    metrics.ended(RECORD)
     with caplog.at_level(logging.ERROR, "llamakeep"):
         found = samples(metrics)
     assert found["llamakeep_generated_tokens_total", ()] == 31
@@ -259,18 +269,11 @@ def test_an_engine_that_does_not_tell_costs_only_its_own_figures(
         (InvalidValue("wrong"), "invalid"),
     ],
 )
-def test_a_request_that_the_engine_does_not_take_is_counted_and_still_refused(
+def test_a_request_that_is_not_taken_is_counted_by_its_reason(
     error: LlamakeepError, reason: str
 ) -> None:
-    class Full:
-        def submit(self, *_: object) -> None:
-            raise error
-
     metrics = Metrics()
-    engine = WatchedEngine(Full(), metrics.finished, refused=metrics.refused)
-    with pytest.raises(type(error)) as caught:
-        engine.submit(Request.of([1]), lambda _update: None)
-    assert caught.value is error
+    metrics.refused(error)
     assert samples(metrics)["llamakeep_refusals_total", (reason,)] == 1
 
 

@@ -440,13 +440,13 @@ def roomy() -> Iterator[Served]:
 def test_a_client_that_hangs_up_cancels_its_answer(roomy: Served) -> None:
     with roomy.streaming("/completion", LONG):
         pass
-    assert roomy.record()["stop"] == "cancelled"
+    assert roomy.record().stop == "cancelled"
 
 
 def test_a_client_that_hangs_up_while_it_waits_cancels_its_answer(roomy: Served) -> None:
     with pytest.raises(Exception, match="timed out"):
         roomy.client.post("/completion", json=LONG | {"stream": False}, timeout=0.3)
-    assert roomy.record()["stop"] == "cancelled"
+    assert roomy.record().stop == "cancelled"
 
 
 def test_a_client_that_hangs_up_in_the_queue_is_never_answered(roomy: Served) -> None:
@@ -454,7 +454,7 @@ def test_a_client_that_hangs_up_in_the_queue_is_never_answered(roomy: Served) ->
         with pytest.raises(Exception, match="timed out"):
             roomy.client.post("/completion", json=LONG, timeout=0.3)
         record = roomy.record()
-        assert (record["stop"], record["slot"]) == ("cancelled", None)
+        assert (record.stop, record.slot) == ("cancelled", None)
 
 
 @pytest.mark.parametrize("options", [{"stall_s": 0.2}, {"backlog": 4}])
@@ -464,7 +464,7 @@ def test_a_client_that_stops_reading_is_cut_off(options: dict[str, float]) -> No
         server.client.stream("POST", "/completion", json=LONG | {"n_probs": 100}) as response,
     ):
         assert response.status_code == 200
-        assert server.record()["stop"] == "cancelled"
+        assert server.record().stop == "cancelled"
 
 
 def test_too_many_requests_are_told_when_to_come_again(roomy: Served) -> None:
@@ -472,7 +472,7 @@ def test_too_many_requests_are_told_when_to_come_again(roomy: Served) -> None:
         refused = roomy.post("/completion", LONG | {"n": 5, "stream": False})
         assert roomy.error_of(refused, 503)["type"] == "unavailable_error"
         assert int(refused.headers["retry-after"]) >= 1
-        assert roomy.record()["stop"] == "cancelled", "the part that found room goes with the rest"
+        assert roomy.record().stop == "cancelled", "the part that found room goes with the rest"
 
 
 def test_a_silent_stream_speaks_now_and_then() -> None:

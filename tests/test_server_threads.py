@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamakeep.server import native_json, openai_json, prompts, wire
-from llamakeep.server.ports import ServerOptions
+from llamakeep.server.context import ServerOptions
 from llamakeep.server.threads import size_of
 from llamakeep.server.wire import dumps, dumps_in_pieces
 from tests.server_tools import HELLO, ONLY_A, served

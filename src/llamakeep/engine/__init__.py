@@ -2,6 +2,8 @@
 
 from llamakeep.engine.engine import Engine, Ticket
 from llamakeep.engine.keeping import Keeping, TreeKeeping
+from llamakeep.engine.observer import Observer
+from llamakeep.engine.records import Record
 from llamakeep.engine.request import (
     Begun,
     Choice,
@@ -28,9 +30,11 @@ __all__ = [
     "Finished",
     "Keeping",
     "Listener",
+    "Observer",
     "Piece",
     "Progress",
     "PromptKeeping",
+    "Record",
     "Request",
     "SlotFile",
     "SlotInfo",

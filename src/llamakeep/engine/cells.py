@@ -47,9 +47,7 @@ class Cells:
         slots: All of them.
         clock: Seconds.
         park_idle: Keep and empty idle slots while others run.
-
-    Attributes:
-        on_saved: Called with the milliseconds that each save of a slot took; None for no calls.
+        on_saved: Called with the milliseconds that each save of a slot took.
     """
 
     def __init__(
@@ -60,14 +58,15 @@ class Cells:
         *,
         clock: Callable[[], float],
         park_idle: bool,
+        on_saved: Callable[[float], None],
     ) -> None:
-        self.on_saved: Callable[[float], None] | None = None
         self._n_cells = runtime.n_ctx
         self._counts = runtime.traits.family.has_rows
         self._shares = runtime.traits.family is Family.ATTENTION
         self._keeping = keeping
         self._slots = slots
         self._clock = clock
+        self._on_saved = on_saved
         self._park_idle = park_idle and keeping.parks
 
     def held(self, slot: SlotState) -> int:
@@ -137,8 +136,7 @@ class Cells:
             return
         begin = self._clock()
         save(slot.slot_id)
-        if self.on_saved is not None:
-            self.on_saved((self._clock() - begin) * 1e3)
+        self._on_saved((self._clock() - begin) * 1e3)
 
     def guarded(self, what: str, action: Callable[[], object]) -> None:
         """Do something that no request should fail of."""

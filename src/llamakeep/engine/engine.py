@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 
 from llamakeep.engine.job import Job
 from llamakeep.engine.keeping import Keeping
-from llamakeep.engine.records import Records
-from llamakeep.engine.request import Listener, Request
+from llamakeep.engine.observer import Observers
+from llamakeep.engine.records import Record, Records
+from llamakeep.engine.request import Failed, Finished, Listener, Request
 from llamakeep.engine.scheduler import Scheduler
 from llamakeep.engine.slotfile import (
     SlotContent,
@@ -38,7 +39,14 @@ from llamakeep.engine.slotfile import (
     write_slot_file,
 )
 from llamakeep.engine.view import SlotInfo
-from llamakeep.errors import ContextOverflow, EngineClosed, InvalidValue, QueueFull, whole_number
+from llamakeep.errors import (
+    ContextOverflow,
+    EngineClosed,
+    InvalidValue,
+    LlamakeepError,
+    QueueFull,
+    whole_number,
+)
 from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.tokens import as_tokens
 
@@ -88,7 +96,7 @@ class Engine:
         n_ctx: Tokens that all slots together have room for, and each of them.
         n_slots: How many requests are answered at once.
         on_stop: Called when the engine's thread has ended without having been closed; from it.
-        on_record: Called with the record of each request that ended, from the engine's thread.
+        observers: Hear of every request.
 
     Raises:
         InvalidValue: For a number that cannot be meant.
@@ -116,7 +124,7 @@ class Engine:
         self.vocab = runtime.vocab if vocab is None else vocab
         self.model_name = model_name
         self.on_stop: Callable[[], None] | None = None
-        self.on_record: Callable[[dict[str, Any]], None] | None = None
+        self.observers = Observers()
         self._runtime = runtime
         self._keeping = keeping
         self._file_key = file_key
@@ -127,6 +135,7 @@ class Engine:
             self.vocab,
             keeping,
             on_end=self._ended,
+            on_saved=self.observers.saved,
             clock=clock,
             park_idle=park_idle,
             align=align,
@@ -158,13 +167,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def on_saved(self, listener: Callable[[float], None] | None) -> None:
-        """Let `listener` hear how many milliseconds each save of a slot took; None for nobody.
-
-        It hears it in the engine's thread.
-        """
-        self._scheduler.cells.on_saved = listener
-
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -182,6 +184,13 @@ class Engine:
             QueueFull: When as many wait as may wait.
             EngineClosed: After `close` was called.
         """
+        try:
+            return self._submit(request, listener)
+        except LlamakeepError as error:
+            self.observers.refused(error)
+            raise
+
+    def _submit(self, request: Request, listener: Listener) -> Ticket:
         n_prompt = int(request.prompt.size)
         if n_prompt + (request.max_tokens != 0) > self.n_ctx:
             raise ContextOverflow(
@@ -193,7 +202,14 @@ class Engine:
         if request.slot is not None and not 0 <= request.slot < self.n_slots:
             raise InvalidValue(f"slot {request.slot} is outside 0 to {self.n_slots - 1}")
         as_tokens(request.prompt, n_vocab=self._runtime.n_vocab)
-        job = Job(next(self._ids), request, listener, self.n_ctx, self._clock())
+        job = Job(
+            next(self._ids),
+            request,
+            listener,
+            self.n_ctx,
+            self._clock(),
+            self.observers.progressed,
+        )
         with self._gate:
             if self._closing:
                 raise EngineClosed("the engine is shutting down")
@@ -255,8 +271,8 @@ class Engine:
             **self._keeping.stats(),
         }
 
-    def recent(self) -> list[dict[str, Any]]:
-        """Return what became of the last 100 requests, the newest first: JSON-ready."""
+    def recent(self) -> list[Record]:
+        """Return what became of the last 100 requests, the newest first."""
         return self._records.recent()
 
     def entries(self) -> list[dict[str, Any]]:
@@ -444,13 +460,12 @@ class Engine:
         if self._keeping.has_tiers:
             self._scheduler.cells.save_idle()
 
-    def _ended(self, job: Job, stop: str) -> None:
+    def _ended(self, job: Job, last: Finished | Failed) -> None:
         with self._gate:
             self._n_open -= 1
-        record = self._records.add(job, stop)
-        listener = self.on_record
-        if listener is not None:
-            self._scheduler.cells.guarded("record", lambda: listener(record))
+        record = job.record(last)
+        self._records.add(record)
+        self.observers.ended(record)
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
+from llamakeep.engine.observer import PROGRESS_EVERY_MS
+from llamakeep.engine.records import FAILED, Record
 from llamakeep.engine.request import (
     Begun,
     Choice,
@@ -31,6 +33,14 @@ logger = logging.getLogger("llamakeep")
 class Job:
     """A request, what is known of its answer, and who hears of it. Of the engine's thread.
 
+    Args:
+        job_id: Its number.
+        request: What is to be done.
+        listener: Hears what becomes of it.
+        n_ctx: Tokens that there is room for.
+        now: Seconds.
+        on_progress: Hears of a prompt that takes long, every `PROGRESS_EVERY_MS`.
+
     Attributes:
         id: Its number.
         request: What is to be done.
@@ -45,7 +55,13 @@ class Job:
     """
 
     def __init__(
-        self, job_id: int, request: Request, listener: Listener, n_ctx: int, now: float
+        self,
+        job_id: int,
+        request: Request,
+        listener: Listener,
+        n_ctx: int,
+        now: float,
+        on_progress: Callable[[Request, Progress], None] = lambda _request, _progress: None,
     ) -> None:
         self.id = job_id
         self.request = request
@@ -58,6 +74,8 @@ class Job:
         self.ended = False
         self.slot_id: int | None = None
         self._listener = listener
+        self._on_progress = on_progress
+        self._due_ms = PROGRESS_EVERY_MS
         self._writer = Writer(request.stop)
         self._known = np.empty(n_ctx + 1, np.int32)
         self._known[: request.prompt.size] = request.prompt
@@ -92,12 +110,19 @@ class Job:
 
     def progressed(self, n_tokens: int, now: float) -> None:
         """So many tokens of its prompt are in the slot."""
-        if not self.request.wants_progress or self.n_generated or self.reuse is None:
+        if self.n_generated or self.reuse is None:
+            return
+        ms = (now - self._begun) * 1e3
+        is_due = ms >= self._due_ms
+        if not is_due and not self.request.wants_progress:
             return
         total = int(self.request.prompt.size)
-        ms = (now - self._begun) * 1e3
-        cached = self.reuse.reused_tokens
-        self._tell(Progress(total, cached, min(n_tokens, total), ms))
+        progress = Progress(total, self.reuse.reused_tokens, min(n_tokens, total), ms)
+        if is_due:
+            self._due_ms = ms + PROGRESS_EVERY_MS
+            self._on_progress(self.request, progress)
+        if self.request.wants_progress:
+            self._tell(progress)
 
     def prompt_done(self, now: float) -> None:
         """The prompt is evaluated."""
@@ -171,23 +196,24 @@ class Job:
         except Exception:  # who listens badly must not stop the others
             logger.exception("a listener of request %d failed", self.id)
 
-    def record(self, stop: str) -> dict[str, Any]:
-        """Return what a list of recent requests shows of it: JSON-ready."""
+    def record(self, last: Finished | Failed) -> Record:
+        """Return what is remembered of it."""
         timings, reuse = self.timings(), self.reuse
-        return {
-            "id": self.id,
-            "label": self.request.label,
-            "slot": self.slot_id,
-            "prompt_tokens": int(self.request.prompt.size),
-            "reused_tokens": timings.cache_n,
-            "evaluated_tokens": timings.prompt_n,
-            "generated_tokens": timings.predicted_n,
-            "tier": reuse.tier if reuse is not None else "none",
-            "reason": reuse.reason if reuse is not None else "",
-            "mode": self.request.mode.value,
-            "stop": stop,
-            "queue_ms": round(timings.queue_ms, 3),
-            "restore_ms": round(reuse.restore_ms, 3) if reuse is not None else 0.0,
-            "prompt_ms": round(timings.prompt_ms, 3),
-            "predicted_ms": round(timings.predicted_ms, 3),
-        }
+        return Record(
+            id=self.id,
+            label=self.request.label,
+            slot=self.slot_id,
+            prompt_tokens=int(self.request.prompt.size),
+            reused_tokens=timings.cache_n,
+            evaluated_tokens=timings.prompt_n,
+            generated_tokens=timings.predicted_n,
+            tier=reuse.tier if reuse is not None else "none",
+            reason=reuse.reason if reuse is not None else "",
+            mode=self.request.mode.value,
+            stop=FAILED if isinstance(last, Failed) else last.stop.value,
+            error=type(last.error).__name__ if isinstance(last, Failed) else "",
+            queue_ms=timings.queue_ms,
+            restore_ms=reuse.restore_ms if reuse is not None else 0.0,
+            prompt_ms=timings.prompt_ms,
+            predicted_ms=timings.predicted_ms,
+        )

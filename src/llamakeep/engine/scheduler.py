@@ -57,6 +57,7 @@ class Scheduler:
         vocab: Its vocabulary.
         keeping: What slots hold and keep.
         on_end: Called with a job and how it ended.
+        on_saved: Called with the milliseconds that each save of a slot took.
         clock: Seconds.
         park_idle: Keep and empty idle slots while others run.
         align: Prompts are evaluated in pieces that end at multiples of this, where they can.
@@ -76,7 +77,8 @@ class Scheduler:
         vocab: Vocab,
         keeping: Keeping,
         *,
-        on_end: Callable[[Job, str], None],
+        on_end: Callable[[Job, Finished | Failed], None],
+        on_saved: Callable[[float], None],
         clock: Callable[[], float],
         park_idle: bool,
         align: int,
@@ -85,7 +87,9 @@ class Scheduler:
         self.slots = [SlotState(slot_id) for slot_id in range(runtime.n_seqs)]
         self.waiting: deque[Job] = deque()
         self.n_batches = self.n_parts = 0
-        self.cells = Cells(runtime, keeping, self.slots, clock=clock, park_idle=park_idle)
+        self.cells = Cells(
+            runtime, keeping, self.slots, clock=clock, park_idle=park_idle, on_saved=on_saved
+        )
         self._runtime = runtime
         self._vocab = vocab
         self._keeping = keeping
@@ -348,7 +352,7 @@ class Scheduler:
     def _end(self, job: Job, last: Finished | Failed) -> None:
         """Note the end of a job, then tell it: who waits for it finds it noted."""
         self._n_ended += 1
-        self._on_end(job, last.stop.value if isinstance(last, Finished) else "error")
+        self._on_end(job, last)
         job.end(last)
 
     def fail_waiting(self, error: LlamakeepError, *, begun: bool = True) -> None:

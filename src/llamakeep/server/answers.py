@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
+from llamakeep.engine import Engine, Ticket
 from llamakeep.engine.request import (
     Begun,
     Choice,
@@ -30,7 +31,6 @@ from llamakeep.engine.request import (
 )
 from llamakeep.errors import ContextOverflow
 from llamakeep.server.errors import ClientGone, too_long
-from llamakeep.server.ports import Engine, Ticket
 from llamakeep.server.threads import size_of_answer
 
 

@@ -7,13 +7,13 @@ from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
+from llamakeep.engine import Engine
 from llamakeep.server import cache, errors, native, openai, slots
-from llamakeep.server.asking import Context
+from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.limits import Limits
-from llamakeep.server.ports import Engine, Exposition, ServerOptions
 
 _METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _ABOUT = """

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from llamakeep.engine.request import Request
 from llamakeep.modes import Mode
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
+from llamakeep.server.context import Context
 from llamakeep.server.errors import ApiError
-from llamakeep.server.ports import Engine, Prompt, ServerOptions
-from llamakeep.server.prompts import bias_of, check_slot
+from llamakeep.server.prompts import Prompt, bias_of, check_slot
 from llamakeep.server.schema import AnswerFields
 
 _SEEDS = 1 << 32
@@ -28,24 +28,6 @@ _SAME_NAME = (
     "min_keep",
     "ignore_eos",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What every endpoint needs.
-
-    Attributes:
-        engine: Answers requests.
-        options: What the server was told.
-    """
-
-    engine: Engine
-    options: ServerOptions
-
-    @property
-    def vocab(self) -> Vocab:
-        """The model's vocabulary."""
-        return self.engine.vocab
 
 
 def seed_of(value: int | None, default: int) -> int:

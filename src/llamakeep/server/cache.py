@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from llamakeep.server.asking import Context
+from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.wire import answer_json
 
@@ -19,7 +19,10 @@ def router(context: Context) -> APIRouter:
     engine = context.engine
 
     def everything() -> dict[str, Any]:
-        return engine.stats() | {"entries": engine.entries(), "recent": engine.recent()}
+        return engine.stats() | {
+            "entries": engine.entries(),
+            "recent": [record.to_json() for record in engine.recent()],
+        }
 
     @routes.get("", responses=ERRORS)
     async def cache() -> Response:

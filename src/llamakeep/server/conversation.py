@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from llamakeep.chat_template import ChatTemplate, token_starts
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError
-from llamakeep.server.ports import Prompt
+from llamakeep.server.prompts import Prompt
 from llamakeep.server.schema import TemplateFields
 
 NO_TEMPLATE = (

@@ -19,8 +19,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any, TextIO, cast
 
-from llamakeep.engine.request import Progress
-from llamakeep.server.records import RequestRecord
+from llamakeep.engine import Observer, Progress, Record, Request
 
 logger = logging.getLogger("llamakeep")
 
@@ -46,11 +45,31 @@ def tell(event: str, message: str, *, level: int = logging.INFO, **fields: Any) 
     logger.log(level, "%s", message, extra={"event": event, "fields": fields})
 
 
-def tell_request(record: RequestRecord) -> None:
+class RequestLog(Observer):
+    """Logs how each request was answered.
+
+    Args:
+        progress: And how far a long prompt is evaluated.
+    """
+
+    def __init__(self, *, progress: bool = False) -> None:
+        self._progress = progress
+
+    def ended(self, record: Record) -> None:
+        """Log a request."""
+        tell_request(record)
+
+    def progressed(self, request: Request, progress: Progress) -> None:
+        """Log how far its prompt is."""
+        if self._progress:
+            tell_progress(request.label, progress)
+
+
+def tell_request(record: Record) -> None:
     """Log how a request was answered."""
     fields = {
-        "request_id": record.request_id[:_MOST_ID_LETTERS],
-        "slot": record.slot_id,
+        "request_id": record.label[:_MOST_ID_LETTERS],
+        "slot": record.slot,
         "reused_tokens": record.reused_tokens,
         "evaluated_tokens": record.evaluated_tokens,
         "tier": record.tier,
@@ -69,9 +88,9 @@ def tell_request(record: RequestRecord) -> None:
     tell("request", _line(record), level=level, **fields)
 
 
-def _line(record: RequestRecord) -> str:
-    where = "no slot" if record.slot_id is None else f"slot {record.slot_id}"
-    name = record.request_id[:_MOST_ID_LETTERS]
+def _line(record: Record) -> str:
+    where = "no slot" if record.slot is None else f"slot {record.slot}"
+    name = record.label[:_MOST_ID_LETTERS]
     if record.error:
         return f"{where}: {record.error} {name}".rstrip()
     rate = f" at {record.tokens_per_second:.1f}/s" if record.tokens_per_second else ""

@@ -1,6 +1,6 @@
 """What Prometheus is told: names of our own, and those that dashboards of llama-server expect.
 
-Requests are counted when they end (`Metrics.finished`, `Metrics.answered`); what is kept, who waits
+Requests are counted when they end (`Metrics.ended`, `Metrics.answered`); what is kept, who waits
 and what went is read from the engine's `stats()` when somebody asks. Labels have few values, all of
 them ours: never a path, a model, a salt or anything else that a client chose.
 """
@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamakeep import errors
-from llamakeep.server.records import RequestRecord
+from llamakeep.engine import Observer, Record
+from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
 
 logger = logging.getLogger("llamakeep")
 
@@ -57,6 +58,11 @@ _ALIASES = {
     "/models": "/v1/models",
     "/v1/health": "/health",
 }
+_REFUSALS: dict[type[LlamakeepError], str] = {
+    ContextOverflow: "too_long",
+    EngineClosed: "closed",
+    QueueFull: "queue_full",
+}
 _REFUSED_BY = {401: "no_key", 413: "too_large"}
 _SLOT = re.compile(r"/slots/[^/]*")
 _KIND = re.compile(r"[a-z_]{1,40}")
@@ -78,7 +84,7 @@ def _one_of(value: str, known: Iterable[str]) -> str:
     return value if value in known else OTHER
 
 
-class Metrics:
+class Metrics(Observer):
     """The counts of one server, in a registry of its own. From any thread.
 
     Args:
@@ -123,9 +129,9 @@ class Metrics:
         kind = f"{status // 100}xx" if 100 <= status < 600 else OTHER
         self._http.labels(endpoint_of(path), kind).inc()
         if status in _REFUSED_BY:
-            self.refused(_REFUSED_BY[status])
+            self._refuse(_REFUSED_BY[status])
 
-    def finished(self, record: RequestRecord) -> None:
+    def ended(self, record: Record) -> None:
         """Count a prompt that was answered, or failed."""
         tier = _one_of(record.tier, TIERS)
         self._requests.labels(_one_of(record.stop, STOPS)).inc()
@@ -136,7 +142,7 @@ class Metrics:
             self._errors.labels(_one_of(record.error, ERRORS)).inc()
         if record.restore_ms > 0:
             self._restore.labels(tier).observe(record.restore_ms / 1e3)
-        if record.slot_id is not None and not record.error:  # of what failed it is not told
+        if record.slot is not None and not record.error:
             self._queue.observe(record.queue_ms / 1e3)
         if record.generated_tokens:
             self._first.observe(record.first_token_ms / 1e3)
@@ -146,8 +152,11 @@ class Metrics:
         """Note how long it took to keep a state."""
         self._save.observe(ms / 1e3)
 
-    def refused(self, reason: str) -> None:
-        """Count a request that was not taken; `reason` is one of `REFUSALS`."""
+    def refused(self, error: LlamakeepError) -> None:
+        """Count a request that was not taken."""
+        self._refuse(_REFUSALS.get(type(error), "invalid"))
+
+    def _refuse(self, reason: str) -> None:
         self._refusals.labels(_one_of(reason, REFUSALS)).inc()
 
     def exposition(self) -> tuple[bytes, str]:
@@ -197,9 +206,9 @@ class _Collector(Collector):
         self._lock = threading.Lock()
         self._sums = dict.fromkeys(("prompt_n", "cache_n", "predicted_n", "n_most"), 0)
         self._ms = dict.fromkeys(("prompt", "predicted"), 0.0)
-        self._recent: deque[RequestRecord] = deque(maxlen=_RECENT)
+        self._recent: deque[Record] = deque(maxlen=_RECENT)
 
-    def add(self, record: RequestRecord) -> None:
+    def add(self, record: Record) -> None:
         """Add a request to the sums."""
         held = record.reused_tokens + record.evaluated_tokens + record.generated_tokens
         with self._lock:

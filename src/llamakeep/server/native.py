@@ -10,13 +10,13 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import Context, requests_of, sampling_of
+from llamakeep.server.asking import requests_of, sampling_of
+from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
-from llamakeep.server.ports import Prompt
-from llamakeep.server.prompts import starts_of, tokenize_mixed, tokenize_prompts
+from llamakeep.server.prompts import Prompt, starts_of, tokenize_mixed, tokenize_prompts
 from llamakeep.server.schema import (
     ApplyTemplate,
     Detokenize,

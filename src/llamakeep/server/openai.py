@@ -11,13 +11,13 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import Context, openai_defaults, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, requests_of, sampling_of
+from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
-from llamakeep.server.ports import Prompt
-from llamakeep.server.prompts import tokenize_prompts
+from llamakeep.server.prompts import Prompt, tokenize_prompts
 from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
 from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, Models
 from llamakeep.server.sse import stream

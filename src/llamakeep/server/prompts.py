@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,20 @@ from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.schema import Delimiter
 from llamakeep.tokens import IntArray, as_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens.
+
+    Attributes:
+        tokens: At least one, unless the text was empty.
+        starts: Positions where a user message starts, ascending.
+    """
+
+    tokens: IntArray
+    starts: tuple[int, ...] = ()
+
 
 _KINDS = "a text, a list of tokens, a list of both, or a list of such prompts"
 

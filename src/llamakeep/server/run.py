@@ -25,16 +25,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import uvicorn
 
 from llamakeep.errors import InvalidValue
 from llamakeep.sampling import Sampling
-from llamakeep.server.logs import tell, tell_progress, tell_request
+from llamakeep.server.context import ServerOptions
+from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
-from llamakeep.server.ports import Engine, ServerOptions
-from llamakeep.server.records import WatchedEngine
 from llamakeep.server.settings import ServerSettings
 from llamakeep.server.sse import ABORT
 
@@ -157,17 +156,11 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
                 trained_tokens=trained,
             )
         metrics = Metrics(engine.stats)
-        engine.on_saved(metrics.saved)
-        watched = WatchedEngine(
-            engine,
-            tell_request,
-            metrics.finished,
-            progress=tell_progress if sys.stderr.isatty() else None,
-            refused=metrics.refused,
-        )
+        engine.observers.add(metrics)
+        engine.observers.add(RequestLog(progress=sys.stderr.isatty()))
         template = template_of(settings, engine.vocab)
         app = create_app(
-            cast(Engine, watched),
+            engine,
             options_of(settings),
             template,
             template_source="" if template is None else template.source,

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
+from llamakeep.engine import SlotInfo
 from llamakeep.errors import StateError, StoreError
-from llamakeep.server.asking import Context
+from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import sampling_json
-from llamakeep.server.ports import SlotInfo
 from llamakeep.server.schema import SlotAction
 from llamakeep.server.wire import answer_json
 

@@ -18,10 +18,11 @@ import anyio
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from llamakeep.engine import Engine
 from llamakeep.engine.request import Failed, Finished, Piece, Request, Update
 from llamakeep.server.answers import Answer, Inbox, Watch
+from llamakeep.server.context import ServerOptions
 from llamakeep.server.errors import api_error
-from llamakeep.server.ports import Engine, ServerOptions
 from llamakeep.server.threads import size_of_answer, size_of_piece, soon
 from llamakeep.server.wire import dumps
 

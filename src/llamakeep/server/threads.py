@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from llamakeep.engine.request import Piece
-from llamakeep.server.ports import ServerOptions
+from llamakeep.server.context import ServerOptions
 
 T = TypeVar("T")
 

@@ -1,0 +1,76 @@
+"""What every endpoint needs: the engine, and what the server was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamakeep.engine import Engine
+from llamakeep.runtime.base import Vocab
+from llamakeep.sampling import Sampling
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the HTTP interface is told. Sizes are bytes, times seconds.
+
+    Attributes:
+        model_path: Shown by `/props`.
+        sampling: Defaults of `/completion`.
+        openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
+            what OpenAI's API defines.
+        n_predict: Tokens to generate where a request does not say; None for no limit.
+        api_keys: A request must have one of them; none for no check.
+        cors: Origins of pages that may ask; `*` for all.
+        max_body_bytes: A larger request is refused before it is read.
+        max_prompts: Most answers of one request: its prompts times `n`.
+        slot_save_path: Where slots are saved; None to refuse it.
+        slots: Whether `/slots` shows the slots.
+        ping_s: A silent stream gets a comment this often, so that proxies keep it open.
+        stall_s: A client that takes nothing for so long is cut off.
+        backlog: Updates that wait for a slow client at most; then it is cut off.
+        inline_chars: Prompts up to about this length are tokenized in the event loop, longer ones
+            in a thread; and so for what is written. 2048 take 1 to 3 ms.
+        build: Which build answers, for `system_fingerprint` and `/props`.
+    """
+
+    model_path: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    openai_sampling: Sampling | None = None
+    n_predict: int | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * MIB
+    max_prompts: int = 128
+    slot_save_path: Path | None = None
+    slots: bool = True
+    ping_s: float = 15.0
+    stall_s: float = 60.0
+    backlog: int = 8192
+    inline_chars: int = 2048
+    build: str = "b0-llamakeep"
+
+
+Exposition = Callable[[], tuple[bytes, str]]
+"""Returns the text of `/metrics` and its content type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every endpoint needs.
+
+    Attributes:
+        engine: Answers requests.
+        options: What the server was told.
+    """
+
+    engine: Engine
+    options: ServerOptions
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+        return self.engine.vocab
