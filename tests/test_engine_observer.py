@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from llamakeep.errors import ContextOverflow, DecodeError, LlamakeepError, Token
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.server.metrics import ERRORS, OTHER, Metrics
 from llamakeep.states import Reuse
-from tests.engine_tools import ask, engine_of, runtime_of, span
+from tests.engine_tools import Ends, ask, engine_of, runtime_of, span
 
 
 class Notes(Observer):
@@ -46,6 +47,7 @@ def test_all_observers_hear_what_the_engine_remembers() -> None:
         engine.observers.add(second)
         ask(engine, span(100, 1), 3, label="a").wait()
         ask(engine, span(100, 1), 3, label="b").wait()
+        engine.settle()
         assert engine.recent() == first.records[::-1] == second.records[::-1]
         engine.flush()
     assert [record.label for record in first.records] == ["a", "b"]
@@ -60,7 +62,17 @@ def test_who_waits_for_the_end_finds_it_noted() -> None:
         engine.observers.add(notes)
         for n in range(1, 20):
             ask(engine, span(30, n), 1).wait()
+            assert len(engine.recent()) == n
+            engine.settle()
             assert len(notes.records) == n
+
+
+def test_observers_hear_of_an_end_when_nothing_else_comes() -> None:
+    heard = queue.SimpleQueue[Record]()
+    with engine_of() as engine:
+        engine.observers.add(Ends(heard.put))
+        ask(engine, span(30, 1), 1, label="the only one").wait()
+        assert heard.get(timeout=60).label == "the only one"
 
 
 def test_what_is_not_taken_is_told_and_raised() -> None:

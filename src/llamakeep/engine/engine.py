@@ -21,6 +21,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -53,6 +54,9 @@ from llamakeep.tokens import as_tokens
 logger = logging.getLogger("llamakeep")
 
 T = TypeVar("T")
+
+_AFTERWARDS_S = 0.002
+"""Observers hear of an end after whoever waits for it, and when there is nothing else to do."""
 
 
 class Ticket:
@@ -149,6 +153,8 @@ class Engine:
         self._closing = False
         self._deadline = self._flush_s = 0.0
         self._unsaved = False
+        self._untold: deque[Record] = deque()
+        self._telling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="llamakeep-engine", daemon=True)
         self._thread.start()
 
@@ -385,6 +391,12 @@ class Engine:
         self.call(self._scheduler.cells.save_idle)
         return self._keeping.flush(timeout_s)
 
+    def settle(self) -> None:
+        """Let observers hear of all that has ended: usually they do some milliseconds later."""
+        with self._telling:
+            while self._untold:
+                self.observers.ended(self._untold.popleft())
+
     def check(self) -> None:
         """Prove that what is counted is what is kept.
 
@@ -448,8 +460,11 @@ class Engine:
             self._scheduler.cells.guarded("save", self._rest)
         while True:
             try:
-                order = self._inbox.get(block=block)
+                order = self._inbox.get(block, _AFTERWARDS_S if block and self._untold else None)
             except queue.Empty:
+                self.settle()
+                if block:
+                    continue
                 return
             block = False
             if order is not None:
@@ -465,7 +480,7 @@ class Engine:
             self._n_open -= 1
         record = job.record(last)
         self._records.add(record)
-        self.observers.ended(record)
+        self._untold.append(record)
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""
@@ -483,5 +498,6 @@ class Engine:
                 scheduler.cells.guarded("order", order)
         scheduler.fail_waiting(error)
         scheduler.fail_running(error)
+        self.settle()
         scheduler.cells.guarded("close", lambda: self._keeping.close(self._flush_s))
         scheduler.cells.guarded("close", self._runtime.close)

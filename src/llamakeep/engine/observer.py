@@ -16,13 +16,13 @@ PROGRESS_EVERY_MS = 2000.0
 
 
 class Observer:
-    """Hears what happens in an engine, in its thread; override what matters.
+    """Hears what happens in an engine, in its thread or in one that uses it; override what matters.
 
     What it raises is logged, and changes nothing.
     """
 
     def ended(self, record: Record) -> None:
-        """A request ended, however it did. Who waits for its end hears it afterwards."""
+        """A request ended, however it did. Who waits for its end has heard it before."""
 
     def progressed(self, request: Request, progress: Progress) -> None:
         """A prompt is being evaluated, and has been for `PROGRESS_EVERY_MS` or a multiple of it."""

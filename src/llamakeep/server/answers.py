@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.types import Receive
@@ -32,6 +32,8 @@ from llamakeep.engine.request import (
 from llamakeep.errors import ContextOverflow
 from llamakeep.server.errors import ClientGone, too_long
 from llamakeep.server.threads import size_of_answer
+
+_WATCH_AFTER_S = 0.1
 
 
 @dataclass(slots=True)
@@ -222,6 +224,8 @@ class Inbox:
 class Watch:
     """Notices that the client hung up, while nothing is sent to it. A context manager.
 
+    It begins to look after `_WATCH_AFTER_S`: a task of its own costs more than a short wait.
+
     Args:
         receive: Of the request, whose body was read.
         inbox: Is poked then.
@@ -236,13 +240,19 @@ class Watch:
         self._inbox = inbox
 
     async def __aenter__(self) -> Watch:
-        self._task = asyncio.ensure_future(self._listen())
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._listen())
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -256,8 +266,19 @@ class Watch:
             raise ClientGone
 
 
-async def collect(engine: Engine, requests: Sequence[Request], receive: Receive) -> list[Answer]:
+async def collect(
+    engine: Engine,
+    requests: Sequence[Request],
+    receive: Receive,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[Answer]:
     """Ask, and wait for all answers.
+
+    Args:
+        engine: Answers.
+        requests: What is asked.
+        receive: Of the HTTP request, whose body was read.
+        meanwhile: Called once they are asked: takes no time from anybody while the model works.
 
     Raises:
         ClientGone: When the client hung up; nothing goes on for it.
@@ -267,6 +288,7 @@ async def collect(engine: Engine, requests: Sequence[Request], receive: Receive)
     inbox = Inbox(0, eager=False)
     inbox.submit(engine, requests)
     try:
+        meanwhile()
         async with Watch(receive, inbox) as watch:
             while inbox.is_open:
                 for index, update in await inbox.take():

@@ -14,6 +14,7 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.limits import Limits
+from llamakeep.server.routing import add_routes
 
 _METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _ABOUT = """
@@ -51,7 +52,8 @@ def create_app(
     conversations = Conversations(template, context.vocab)
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
-    for router in (  # each costs those after it a look at its routes: what is asked most is first
+    add_routes(
+        app,
         native.completions(context),
         openai.completions(context),
         openai.chats(context, conversations),
@@ -60,8 +62,7 @@ def create_app(
         native.about(context, has_metrics=exposition is not None, template=template_source),
         slots.router(context),
         cache.router(context),
-    ):
-        app.include_router(router)
+    )
 
     @app.get("/metrics", tags=["llama-server"], responses=ERRORS, response_class=Response)
     def metrics() -> Response:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
 from collections.abc import Iterable
 
+import anyio
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,8 +92,9 @@ class Limits:
             if is_whole:  # what comes now is that the client goes away
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._body_s)
-            except asyncio.TimeoutError:
+                with anyio.fail_after(self._body_s):
+                    message = await receive()
+            except TimeoutError:
                 raise HTTPException(408, f"no more of the body in {self._body_s:g} s") from None
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)

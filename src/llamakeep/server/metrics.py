@@ -89,10 +89,16 @@ class Metrics(Observer):
 
     Args:
         stats: The engine's `stats`; None until there is one, see `read_from`.
+        settle: Called before figures are shown: tells of what has ended.
     """
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], Mapping[str, Any]] | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
+        self._settle = settle
 
         def count(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"llamakeep_{name}", text, labels, registry=self.registry)
@@ -161,6 +167,7 @@ class Metrics(Observer):
 
     def exposition(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
+        self._settle()
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

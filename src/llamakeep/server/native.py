@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,7 @@ from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
 from llamakeep.server.prompts import Prompt, starts_of, tokenize_mixed, tokenize_prompts
+from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import (
     ApplyTemplate,
     Detokenize,
@@ -47,7 +49,7 @@ def _prompts(context: Context, body: NativeCompletion) -> list[Prompt]:
 
 def completions(context: Context) -> APIRouter:
     """Return `/completion` and `/completions`."""
-    router = APIRouter(tags=["llama-server"])
+    router = APIRouter(route_class=JsonRoute, tags=["llama-server"])
     engine, options = context.engine, context.options
 
     async def completion(
@@ -80,7 +82,7 @@ def completions(context: Context) -> APIRouter:
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
             return await stream(engine, requests, request.receive, encoder, options)
-        answers = await collect(engine, requests, request.receive)
+        answers = await collect(engine, requests, request.receive, partial(encoder.begin, requests))
         size = sum(each.size for each in answers)
 
         def write() -> Response:
@@ -104,7 +106,7 @@ def completions(context: Context) -> APIRouter:
 
 def texts(context: Context, conversations: Conversations) -> APIRouter:
     """Return `/tokenize`, `/detokenize` and `/apply-template`."""
-    router = APIRouter(tags=["llama-server"])
+    router = APIRouter(route_class=JsonRoute, tags=["llama-server"])
     vocab, options = context.vocab, context.options
 
     @router.post("/tokenize", responses=ERRORS)
@@ -161,7 +163,7 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
 
 def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
     """Return `/props` and `/health`."""
-    router = APIRouter(tags=["llama-server"])
+    router = APIRouter(route_class=JsonRoute, tags=["llama-server"])
     engine, options, vocab = context.engine, context.options, context.vocab
 
     def special(token: int | None) -> str:

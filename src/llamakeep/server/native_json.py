@@ -34,6 +34,8 @@ _OFF: dict[str, Any] = {
     "post_sampling_probs": False,
     "lora": [],
 }
+_LITTLE = 2048
+"""Tokens whose text costs little: less than a millisecond."""
 _SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 
 
@@ -95,7 +97,18 @@ class NativeEncoder:
         self._timings = bool(body.timings_per_token)
         self._return_tokens = bool(body.return_tokens)
         self._fields = body.response_fields or ()
+        self._known: dict[int, dict[str, Any]] = {}
         self._n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Write what is known of answers before they come, where that is little."""
+        if sum(request.prompt.size for request in requests) <= _LITTLE:
+            self._known = {index: self._asked(each) for index, each in enumerate(requests)}
+
+    def _asked(self, request: Request) -> dict[str, Any]:
+        return asked_json(
+            request, self._vocab, stream=self._stream, timings_per_token=self._timings
+        )
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return a complete answer."""
@@ -146,37 +159,40 @@ class NativeEncoder:
         return chunk
 
     def _final(self, answer: Answer, text: str, tokens: list[int]) -> dict[str, Any]:
-        return final_json(
-            answer,
-            self._vocab,
-            self._model,
-            text=text,
-            tokens=tokens,
-            stream=self._stream,
-            timings_per_token=self._timings,
-        )
+        known = self._known.get(answer.index) or self._asked(answer.request)
+        return final_json(answer, self._model, known, text=text, tokens=tokens)
+
+
+def asked_json(
+    request: Request, vocab: Vocab, *, stream: bool, timings_per_token: bool
+) -> dict[str, Any]:
+    """Return what a complete answer tells of the question.
+
+    Args:
+        request: What was asked.
+        vocab: The model's.
+        stream: It is streamed.
+        timings_per_token: Every chunk has times.
+    """
+    return {
+        "generation_settings": settings_json(
+            request, vocab, stream=stream, timings_per_token=timings_per_token
+        ),
+        "prompt": vocab.text(request.prompt),
+    }
 
 
 def final_json(
-    answer: Answer,
-    vocab: Vocab,
-    model: str,
-    *,
-    text: str,
-    tokens: list[int],
-    stream: bool,
-    timings_per_token: bool,
+    answer: Answer, model: str, asked: dict[str, Any], *, text: str, tokens: list[int]
 ) -> dict[str, Any]:
     """Return a complete answer by llama-server's names.
 
     Args:
         answer: It is finished.
-        vocab: The model's.
         model: The model's name.
+        asked: See `asked_json`.
         text: What to tell of the answer.
         tokens: The same, in tokens.
-        stream: It was streamed.
-        timings_per_token: Every chunk had times.
     """
     finished = answer.finished
     assert finished is not None
@@ -189,10 +205,7 @@ def final_json(
         "model": model,
         "tokens_predicted": finished.timings.predicted_n,
         "tokens_evaluated": finished.n_prompt,
-        "generation_settings": settings_json(
-            answer.request, vocab, stream=stream, timings_per_token=timings_per_token
-        ),
-        "prompt": vocab.text(answer.request.prompt),
+        **asked,
         "has_new_line": answer.has_new_line,
         "truncated": finished.truncated,
         "stop_type": _STOP_TYPES[finished.stop],

@@ -18,6 +18,7 @@ from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
 from llamakeep.server.prompts import Prompt, tokenize_prompts
+from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
 from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, Models
 from llamakeep.server.sse import stream
@@ -73,7 +74,7 @@ async def _answer(
 
 def completions(context: Context) -> APIRouter:
     """Return `/v1/completions`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
     engine, options = context.engine, context.options
 
     @router.post(
@@ -119,7 +120,7 @@ def completions(context: Context) -> APIRouter:
 
 def chats(context: Context, conversations: Conversations) -> APIRouter:
     """Return `/v1/chat/completions`, and the count of a conversation's tokens."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
     engine, options = context.engine, context.options
 
     async def chat(
@@ -172,7 +173,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
 
 def models(context: Context) -> APIRouter:
     """Return `/v1/models`: there is one."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
     engine, vocab = context.engine, context.vocab
     started = int(time.time())
 

@@ -11,7 +11,7 @@ from typing import Any
 from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Stop, Update
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.answers import Answer
-from llamakeep.server.native_json import final_json
+from llamakeep.server.native_json import asked_json, final_json
 from llamakeep.server.schema import ChatCompletion, OpenAIFields
 from llamakeep.server.sse import event
 from llamakeep.server.wire import (
@@ -153,15 +153,13 @@ class OpenAIEncoder(ABC):
     def _choice(self, answer: Answer) -> dict[str, Any]: ...  # pragma: no cover - abstract
 
     def _verbose(self, answer: Answer, text: str) -> dict[str, Any]:
-        return final_json(
-            answer,
+        asked = asked_json(
+            answer.request,
             self._vocab,
-            self._model,
-            text=text,
-            tokens=[],
             stream=bool(self._body.stream),
             timings_per_token=self._per_token,
         )
+        return final_json(answer, self._model, asked, text=text, tokens=[])
 
     # -- in chunks ---------------------------------------------------------------------------------
     def encode(self, answer: Answer, update: Update) -> bytes:

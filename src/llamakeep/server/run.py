@@ -155,7 +155,7 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
                 n_ctx=wanted,
                 trained_tokens=trained,
             )
-        metrics = Metrics(engine.stats)
+        metrics = Metrics(engine.stats, engine.settle)
         engine.observers.add(metrics)
         engine.observers.add(RequestLog(progress=sys.stderr.isatty()))
         template = template_of(settings, engine.vocab)
