@@ -360,7 +360,7 @@ def attention(tiny_model: Callable[[str], Path]) -> Path:
 
 
 def test_a_vocabulary_reads_tokens(attention: Path, make_llama: Callable[..., Any]) -> None:
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     text = "The lighthouse burned whale oil: 1871, naïve, 灯台, 🐋!\n" * 4
     llm = make_llama(attention)
@@ -383,7 +383,7 @@ def test_a_vocabulary_reads_tokens(attention: Path, make_llama: Callable[..., An
 @pytest.mark.parametrize("content", [None, b"no model", b"GGUF and then nothing"])
 def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
     pytest.importorskip("llama_cpp")
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     path = tmp_path / "m.gguf"
     if content is not None:

@@ -13,7 +13,8 @@ from llamakeep.errors import InvalidValue, KeeperClosed, ModelError
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from llamakeep.runtime.llama_cpp import KV_TYPES, LlamaCppRuntime, load_vocab
+from llamakeep.runtime.llama_cpp import KV_TYPES, LlamaCppRuntime
+from llamakeep.runtime.llama_text import load_vocab
 
 Paths = Callable[[str], Path]
 TOKENS = np.arange(40, dtype=np.int32) * 7 + 3

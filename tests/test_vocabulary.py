@@ -31,7 +31,7 @@ def vocab(request: pytest.FixtureRequest) -> Iterator[Vocab]:
         yield FakeVocab(1_000)
         return
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     if request.param == "tiny":
         path = request.getfixturevalue("model_dir") / tiny_models.model_file("attention")
@@ -140,7 +140,7 @@ def test_what_a_vocabulary_says_of_itself(vocab: Vocab) -> None:
 
 
 def test_a_chat_template_is_whole(smollm2_path: Path) -> None:
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     with load_vocab(smollm2_path) as vocab:
         template = vocab.chat_template
@@ -249,7 +249,7 @@ def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from gguf import GGUFWriter
 
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     path = tmp_path / "mute.gguf"
     writer = GGUFWriter(path, "llama")

@@ -751,7 +751,8 @@ def attach(
     ):
         whole_number(name, value, least)
     get_policy(policy)
-    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, check_gguf, refuse_unfit
+    from llamakeep.runtime.llama_borrowed import refuse_unfit
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, check_gguf
 
     refuse_unfit(llm)
     if "generate" in vars(llm):

@@ -75,7 +75,7 @@ def list_prompts(path: Path, wanted: Wanted, *, as_json: bool) -> None:
         vocabulary, fingerprint = None, ""
         if wanted.model is not None:
             from llamakeep.modelfile import inspect_file
-            from llamakeep.runtime.llama_cpp import load_vocab
+            from llamakeep.runtime.llama_text import load_vocab
 
             fingerprint = inspect_file(wanted.model).fingerprint
             vocabulary = stack.enter_context(load_vocab(wanted.model))

@@ -44,7 +44,7 @@ class Settings:
         Raises:
             ModelError: When the file cannot be loaded.
         """
-        from llamakeep.runtime.llama_cpp import load_llama
+        from llamakeep.runtime.llama_borrowed import load_llama
 
         n_threads = self.n_threads
         return load_llama(

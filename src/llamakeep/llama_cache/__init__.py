@@ -30,7 +30,7 @@ def _register() -> None:
     if importlib.util.find_spec("llama_cpp") is None:
         return
     try:
-        from llamakeep.runtime.llama_cpp import register_cache
+        from llamakeep.runtime.llama_borrowed import register_cache
     except (ImportError, OSError, RuntimeError) as error:  # it is there, but does not load
         logging.getLogger(LOGGER).debug("llama_cpp is not used: %s", error)
     else:

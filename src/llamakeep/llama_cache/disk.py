@@ -172,7 +172,7 @@ def _known_kind() -> type:
     """Return the class of states: that of llama_cpp, if it is there."""
     if importlib.util.find_spec("llama_cpp") is None:
         return State
-    from llamakeep.runtime.llama_cpp import state_class
+    from llamakeep.runtime.llama_borrowed import state_class
 
     return state_class()
 

@@ -28,7 +28,7 @@ from llamakeep.runtime.layout import check_header
 from llamakeep.tokens import TokensLike, as_tokens
 
 if TYPE_CHECKING:
-    from llamakeep.runtime.llama_cpp import BorrowedMemory
+    from llamakeep.runtime.llama_borrowed import BorrowedMemory
 
 logger = logging.getLogger(LOGGER)
 
@@ -103,7 +103,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._llama = None if llama is None else weakref.ref(llama)
         self._tracking = ContextTracking.of(ctx) if context is None else track(ctx)
 
-        from llamakeep.runtime.llama_cpp import BorrowedMemory
+        from llamakeep.runtime.llama_borrowed import BorrowedMemory
 
         self._memory: BorrowedMemory | None = BorrowedMemory(self._ctx)
         self._get_size_ext: Any = self._memory.get_size_ext
@@ -354,7 +354,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         context = None if self._owner is None else self._owner()
         if context is not None and memory.family is Family.SWA:
             # After a restore new tokens take cells of rows that an earlier position would need.
-            from llamakeep.runtime.llama_cpp import guard_window
+            from llamakeep.runtime.llama_borrowed import guard_window
 
             if not guard_window(context):
                 return "its window could be cut afterwards where rows are gone"

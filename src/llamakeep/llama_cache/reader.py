@@ -108,7 +108,7 @@ class Reader:
         llm = None if self.llama is None else self.llama()
         if llm is None or llm._ctx is None or llm._ctx.ctx is None:
             return False
-        from llamakeep.runtime.llama_cpp import guard_window
+        from llamakeep.runtime.llama_borrowed import guard_window
 
         # A draft that is not accepted is cut without asking whether it could be.
         return guard_window(llm._ctx) and llm.draft_model is None
@@ -185,7 +185,8 @@ def namespace_of(llm: Llama, cache_dir: str | Path | None = None) -> Namespace:
 
     Costs a pass over the model's file the first time it is seen.
     """
-    from llamakeep.runtime.llama_cpp import LlamaCppRuntime, refuse_unfit
+    from llamakeep.runtime.llama_borrowed import refuse_unfit
+    from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 
     refuse_unfit(llm)
     model = inspect_file(llm.model_path, cache_dir=cache_dir)

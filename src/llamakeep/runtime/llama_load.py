@@ -15,6 +15,7 @@ import llama_cpp
 import psutil
 
 from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.runtime.base import Family
 
 KV_TYPES: Final[dict[str, int]] = {
     "f32": 0,
@@ -346,3 +347,13 @@ def build_facts() -> dict[str, Any]:
     if hasattr(llama_cpp, "llama_version"):  # not in every build
         facts["llama_cpp"] = llama_cpp.llama_version().decode("utf-8", "replace")
     return facts
+
+
+def family_of(model: Any) -> Family:
+    """Return the memory family of a native model."""
+    window = int(llama_cpp.llama_model_n_swa(model)) > 0
+    if llama_cpp.llama_model_is_hybrid(model):
+        return Family.HYBRID_SWA if window else Family.HYBRID
+    if llama_cpp.llama_model_is_recurrent(model):
+        return Family.RECURRENT
+    return Family.SWA if window else Family.ATTENTION

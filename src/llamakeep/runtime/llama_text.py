@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
@@ -13,6 +14,7 @@ import numpy as np
 
 from llamakeep.errors import InvalidValue, KeeperClosed, ModelError
 from llamakeep.runtime.base import Vocab, utf8
+from llamakeep.runtime.llama_load import load_model, model_params
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 _MAX_BYTES: Final = 2**31 - 1
@@ -238,3 +240,15 @@ def _metadata(model: Any) -> dict[str, str]:
 
 if TYPE_CHECKING:
     _is_a_vocab: type[Vocab] = Vocabulary
+
+
+def load_vocab(path: str | Path) -> Vocabulary:
+    """Load the vocabulary of a model file, and no weights.
+
+    Raises:
+        ModelError: With the path, when it cannot be loaded or has no vocabulary.
+    """
+    params = model_params()
+    params.vocab_only = True
+    model = load_model(path, params, what="the vocabulary of ")
+    return Vocabulary(model, free=lambda: llama_cpp.llama_model_free(model))
