@@ -1,4 +1,4 @@
-"""Why a prompt was not served from what is kept."""
+"""Under which other settings a prompt that nobody knows is kept."""
 
 from __future__ import annotations
 

@@ -1,0 +1,166 @@
+"""How dates, times, counters and ids look in a text.
+
+Everything here errs on the side of seeing nothing: a number alone is content, until what stands
+before it says that it counts something.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_MONTHS: Final = (
+    "January|February|March|April|May|June|July|August|September|October|November|December|"
+    "Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept|Sep|Oct|Nov|Dec|"
+    "Januar|Februar|März|Mai|Juni|Juli|Oktober|Dezember|"
+    "janvier|février|mars|avril|mai|juin|juillet|août|septembre|octobre|novembre|décembre|"
+    "enero|febrero|marzo|abril|mayo|junio|julio|agosto|septiembre|octubre|noviembre|diciembre|"
+    "gennaio|febbraio|aprile|maggio|giugno|luglio|settembre|ottobre|dicembre|"
+    "janeiro|fevereiro|março|maio|junho|julho|setembro|outubro|novembro|dezembro"
+)
+_DAYS: Final = (
+    "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday|Mon|Tues|Tue|Wed|Thurs|Thu|Fri|Sat|"
+    "Sun|Montag|Dienstag|Mittwoch|Donnerstag|Freitag|Samstag|Sonntag|"
+    "lundi|mardi|mercredi|jeudi|vendredi|samedi|dimanche|"
+    "lunes|martes|miércoles|jueves|viernes|sábado|domingo"
+)
+_CLOCK: Final = (
+    r"(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-6]\d(?:[.,]\d{1,9})?)?"
+    r"(?:\s?[AaPp]\.?[Mm]\b\.?)?(?:\s?(?:Z\b|UTC|GMT|CES?T|[PMCE][SD]T|[+-]\d{2}:?\d{2}(?!\d)))?"
+)
+_YEAR: Final = r"(?:19|20)\d{2}"
+_MONTH: Final = r"(?:0[1-9]|1[0-2])"
+_DAY: Final = r"(?:0[1-9]|[12]\d|3[01])"
+_PART_OF_MONTH: Final = r"(?:0?[1-9]|[12]\d|3[01])"
+_EDGE: Final = r"(?<![\w.])"
+_FULL: Final = (
+    # 2025-03-01T10:15:00.123Z, and the same with a space, or without the time
+    rf"{_EDGE}{_YEAR}-{_MONTH}-{_DAY}(?:[T ]{_CLOCK})?(?!\d)",
+    rf"{_EDGE}{_YEAR}{_MONTH}{_DAY}(?:T?[-_]?[0-2]\d[0-5]\d(?:[0-6]\d)?Z?)?(?!\w)",
+    rf"{_EDGE}{_YEAR}[/.](?:0?[1-9]|1[0-2])[/.]{_PART_OF_MONTH}(?!\d)",
+    rf"{_YEAR}年\d{{1,2}}月(?:\d{{1,2}}日)?",
+    # 1/3/2025, 01.03.25
+    rf"{_EDGE}{_PART_OF_MONTH}(?P<sep>[/.-]){_PART_OF_MONTH}(?P=sep)(?:{_YEAR}|\d{{2}})(?![\w.]*\d)",
+    # March 1st, 2025; Mar 1; March 2025
+    rf"\b(?:{_MONTHS})\b\.?\s+{_PART_OF_MONTH}(?:st|nd|rd|th)?(?!\d|[:.]\d)(?:,?\s+{_YEAR}\b)?",
+    rf"\b(?:{_MONTHS})\b\.?,?\s+{_YEAR}\b",
+    # 1 March 2025, 1. März 2025, 1 de marzo de 2025
+    rf"{_EDGE}{_PART_OF_MONTH}(?:st|nd|rd|th|er|\.|º)?\s+(?:de\s+|of\s+)?(?:{_MONTHS})\b\.?"
+    rf"(?:,?\s+(?:de\s+|del\s+)?{_YEAR}\b)?",
+    # seconds and milliseconds since 1970, from 2001 to 2065
+    rf"{_EDGE}(?:1\d|2\d)\d{{8}}(?:\d{{3}}|\.\d{{1,9}})?(?![\w.]*\d)",
+    r"\b(?:\d+|an?|a few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b",
+    r"\b(?:just now|yesterday|moments ago)\b",
+    # a clock with seconds, a half of the day or a zone is no ratio
+    r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d:[0-6]\d(?:[.,]\d{1,9})?(?:\s?[AaPp]\.?[Mm]\b)?",
+    r"(?<![\w:.])(?:[01]?\d|2[0-3])(?::[0-5]\d)?\s?[AaPp]\.?[Mm]\b",
+    r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d\s?(?:Z\b|UTC|GMT|CES?T|[PMCE][SD]T|[+-]\d{2}:?\d{2})",
+    rf"\b(?:{_DAYS})\b",
+)
+DATES: Final = re.compile("|".join(f"(?:{each})" for each in _FULL))
+"""Dates and times that are such wherever they stand."""
+
+CLOCKS: Final = re.compile(r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d(?![\w:]*\d)")
+"""A time of day, or a ratio, or a verse: see `SAYS_TIME`."""
+
+MONTHS: Final = re.compile(rf"\b(?:{_MONTHS})\b")
+"""The name of a month alone."""
+
+SAYS_TIME: Final = re.compile(
+    r"(?i)\b(?:today|tonight|now|current|currently|time|date|dated|day|clock|as of|updated|"
+    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|uhr|datum|"
+    r"aujourd'hui|fecha|hoy)\b[^\n]{0,40}$"
+)
+"""What stands before a time if it says when something is sent."""
+
+_UUID: Final = r"(?<![0-9A-Za-z])[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}(?!\w)"
+_ULID: Final = r"(?<!\w)[0-7][0-9A-HJKMNP-TV-Z]{25}(?!\w)"
+_HEX: Final = (
+    r"(?<![\w.])(?:0x)?(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,64}(?!\w)"
+    r"|(?<![\w.])(?:0x)?(?=[0-9]*[A-F])(?=[A-F]*[0-9])[0-9A-F]{7,64}(?!\w)"
+)
+_OWNERS: Final = (
+    "call|toolu|tool|req|request|msg|message|chatcmpl|cmpl|run|sess|session|trace|span|thread|"
+    "resp|response|conv|conversation|task|job|item|fc|rs|id|uid|user|tmp|nonce|corr|tx|evt|event|"
+    "cache|build|x"
+)
+_PREFIXED: Final = (
+    rf"(?i:(?<![A-Za-z0-9])(?:{_OWNERS}))[_-](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{{4,}}(?!\w)"
+)
+_RANDOM: Final = (
+    r"(?<![\w./-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d[\w-]*\d)[A-Za-z0-9_-]{16,}={0,2}(?!\w)"
+)
+_TEMPORARY: Final = r"(?<![A-Za-z])tmp(?:\.[A-Za-z0-9]{6,12}|[a-z0-9_]{8})(?!\w)"
+IDS: Final = re.compile("|".join((_UUID, _ULID, _PREFIXED, _TEMPORARY, _HEX, _RANDOM)))
+"""Ids that nobody chose: UUIDs, hashes, random letters, what tools call their calls."""
+
+_NUMBER: Final = r"\d+(?:[.,]\d+)*"
+_COUNTED: Final = (
+    "request|req|turn|iteration|iter|attempt|retry|retries|invocation|sequence|seq|session|"
+    "conversation|nonce|counter|tick|trace|span|pid|visit|uptime"
+)
+_NUMBERED: Final = "message|msg|step|round|run|build|task|job|call|thread|poll|page view|user"
+_ID_WORD: Final = r"(?:id|ids|no|nr|num|number|count|counter|index|idx)"
+_GLUE: Final = r"""["']?\s*(?:[:=#]+|is|no\.|\.)?\s*["'#(]?"""
+COUNTERS: Final = re.compile(
+    rf"(?i)(?<![a-z])(?:{_COUNTED})s?(?:[\s_-]?{_ID_WORD})?{_GLUE}"
+    rf"{_NUMBER}(?:\s*(?:/|of)\s*\d+)?"
+    rf"|(?<![a-z])(?:{_NUMBERED})s?[\s_-]?(?:{_ID_WORD}{_GLUE}|\#\s?){_NUMBER}"
+    rf"|(?<![a-z])(?:{_NUMBERED})s?\s*[:#]?\s*{_NUMBER}\s*(?:/|of)\s*\d+"
+    rf"|(?<![a-z])(?:tokens|requests|messages|turns|steps|budget|credits)\s+"
+    rf"(?:used|left|remaining|so far|consumed){_GLUE}\$?{_NUMBER}"
+    rf"|\$?{_NUMBER}(?:\s*(?:/|of)\s*\d[\d.,]*)?\s+"
+    r"(?:tokens?|requests?|messages?|turns?|steps?|credits?)\s+"
+    r"(?:used|left|remaining|so far|consumed)\b"
+)
+"""A number and the word that says that it counts, or is an id of, something."""
+
+NUMBERS: Final = re.compile(
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w|\.\d)"
+)
+"""A decimal number that is no part of a version, a name or a list."""
+
+ID_KEYS: Final = re.compile(
+    r"(?i)(?:^|[._-])(?:id|ids|uuid|guid|nonce|counter|seq|sequence|request|session|trace|span|"
+    r"cursor|etag|token_count|turn|iteration|attempt)$|(?:Id|ID|Uuid)$"
+)
+"""Names of fields that hold counters and ids."""
+
+DATE_KEYS: Final = re.compile(
+    r"(?i)(?:^|[._-])(?:date|time|timestamp|datetime|created|updated|modified|now|ts|expires|"
+    r"elapsed)(?:_(?:at|on|ms|s|utc|time|date))?$|(?:At|Time|Date|Timestamp)$"
+)
+"""Names of fields that hold dates and times."""
+
+SUMMARY: Final = re.compile(
+    r"(?i)\bsummary of (?:the |our |this |your |all )?(?:previous |earlier |prior |preceding |"
+    r"past |older )?(?:conversation|discussion|session|chat|history|messages|turns|work|context)"
+    r"|\b(?:conversation|session|context|chat|history|progress) summary\b|<(?:\w+[_-])?summary>"
+    r"|\bconversation so far\b|\bcontinued from (?:a|the) (?:previous|prior|earlier)\b"
+    r"|\bprevious conversation\b|\b(?:earlier|previous|older|prior|preceding|\d+) (?:messages?|"
+    r"turns?|conversation|history|context)\s+(?:(?:was|were|has been|have been)\s+)?"
+    r"(?:omitted|removed|truncated|summari[sz]ed|compacted|condensed|elided|dropped)"
+    r"|\b(?:conversation|history|context|session) (?:was|has been|is) (?:summari[sz]ed|compacted|"
+    r"condensed|truncated)|\A\W{0,8}summary\b\s*[:\n]"
+)
+"""What a message says that stands for those that were there before."""
+
+EMPTIED: Final = re.compile(
+    r"(?i)\b(?:cleared|elided|truncated|omitted|removed|pruned|compacted|redacted|trimmed|"
+    r"summari[sz]ed|snipped|hidden|no longer (?:available|shown))\b"
+)
+"""What is left of a message that was emptied."""
+
+REASONING: Final = re.compile(
+    r"<(think|thinking|reasoning|thought|reflection)>.*?</\1>\s*"
+    r"|<\|channel\|?>(?:analysis|thought).*?(?:<\|end\|>(?:<\|start\|>assistant)?|<channel\|>)\s*"
+    r"|\[THINK\].*?\[/THINK\]\s*|<\|begin_of_thought\|>.*?<\|end_of_thought\|>\s*"
+    r"|\A(?!<think>).{0,200000}?</think>\s*",
+    re.DOTALL,
+)
+"""What a model thinks before it answers, with the white space that follows."""
+
+ANSWER_MARK: Final = re.compile(
+    r"<\|channel\|>final<\|message\|>|<\|begin_of_solution\|>|<\|end_of_solution\|>"
+)
+"""What stands between reasoning and an answer, and is left out with the reasoning."""

@@ -1,0 +1,158 @@
+"""The same content in another order or another form: JSON, lines and lists."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+from llamakeep.explain.kinds import Kind
+
+MOST_DEPTH: Final = 64
+"""JSON that is nested deeper is not looked into."""
+
+_BACK_CHARS: Final = 1 << 16
+_MOST_CANDIDATES: Final = 24
+_MOST_LINES: Final = 4096
+_DECODER: Final = json.JSONDecoder()
+
+
+def too_deep(value: object, most: int = MOST_DEPTH) -> bool:
+    """Return whether lists and objects are nested more than `most` times. Does not recurse."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return any(isinstance(each, (dict, list)) for each in level)
+
+
+def loads(text: str) -> Any:
+    """Return the JSON value of a text that is an object or a list, or None for any other text."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return None if too_deep(value) else value
+
+
+def dumps(value: Any) -> str:
+    """Return JSON that is equal only for values with the same order of keys."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=repr)
+
+
+def same_content(before: Any, after: Any) -> Kind | None:
+    """Return how two JSON values differ that say the same: in order, or in how numbers are written.
+
+    Texts and objects in a list may be in any order; numbers may not, since two numbers in a list
+    often are a place or a range.
+
+    Returns:
+        `ORDER`, `NUMBER_FORMAT`, `SAME` if nothing differs, None if their content does.
+    """
+    if dumps(before) == dumps(after):
+        return Kind.SAME
+    one, other = _canonical(before, sort=False), _canonical(after, sort=False)
+    if dumps(one) == dumps(other):
+        return Kind.NUMBER_FORMAT
+    one, other = _canonical(before, sort=True), _canonical(after, sort=True)
+    return Kind.ORDER if dumps(one) == dumps(other) else None
+
+
+def _canonical(value: Any, *, sort: bool) -> Any:
+    if isinstance(value, dict):
+        items = [(str(key), _canonical(inner, sort=sort)) for key, inner in value.items()]
+        return dict(sorted(items, key=lambda item: item[0]) if sort else items)
+    if isinstance(value, list):
+        inner = [_canonical(each, sort=sort) for each in value]
+        movable = sort and all(isinstance(each, (str, dict)) for each in inner)
+        return sorted(inner, key=dumps) if movable else inner
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+def reordered(before: str, after: str, at: int) -> Kind | None:
+    """Return whether two texts, equal up to the character `at`, say the same in another order.
+
+    Looks at the JSON values that lie around `at`, the innermost first, then at the lines from
+    there on, then at the list in that line.
+
+    Returns:
+        `ORDER`, `NUMBER_FORMAT` or `WHITESPACE` (of JSON), or None.
+    """
+    for start in _openings(after, at):
+        try:
+            one, end = _DECODER.raw_decode(before, start)
+            other, other_end = _DECODER.raw_decode(after, start)
+        except (ValueError, RecursionError):
+            continue
+        if min(end, other_end) <= at or too_deep(one) or too_deep(other):
+            continue
+        kind = same_content(one, other)
+        if kind is not None:
+            return Kind.WHITESPACE if kind is Kind.SAME else kind
+    start = after.rfind("\n", 0, at) + 1
+    if _lines_moved(before, after, start) or _list_moved(before, after, start):
+        return Kind.ORDER
+    return None
+
+
+def _openings(text: str, at: int) -> Iterator[int]:
+    """Yield where brackets open that are open at `at`, the innermost first; braces in texts count.
+
+    That is a guess, which decoding proves.
+    """
+    closed, found = 0, 0
+    low = max(0, at - _BACK_CHARS)
+    places = [match.start() for match in re.finditer(r"[\[\]{}]", text[low : at + 1])]
+    for place in reversed(places):
+        position = low + place
+        if text[position] in "]}":
+            closed += position < at
+        elif closed:
+            closed -= 1
+        else:
+            yield position
+            found += 1
+            if found >= _MOST_CANDIDATES:
+                return
+
+
+def _lines_moved(before: str, after: str, start: int) -> bool:
+    """Whether some lines from `start` on are the same ones in another order."""
+    one = before[start:].split("\n", _MOST_LINES)[:_MOST_LINES]
+    other = after[start:].split("\n", _MOST_LINES)[:_MOST_LINES]
+    balance: Counter[str] = Counter()
+    wrong = 0
+    for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        for line, step in ((_bare(mine), 1), (_bare(theirs), -1)):
+            wrong -= balance[line] != 0
+            balance[line] += step
+            wrong += balance[line] != 0
+        if not wrong and index:
+            return any(line for line in balance)
+    return False
+
+
+def _bare(line: str) -> str:
+    return line.strip().rstrip(",").strip()
+
+
+def _list_moved(before: str, after: str, start: int) -> bool:
+    """Whether the line at `start` has the same items, with commas between, in another order."""
+    one, other = (text[start:].split("\n", 1)[0] for text in (before, after))
+    if len(one) != len(other):
+        return False
+    items, others = (re.split(r"[,;|]\s*", re.sub(r"^[^:\n]*:\s*", "", x)) for x in (one, other))
+    bare, theirs = ([item.strip(" .()[]{}") for item in side] for side in (items, others))
+    return len(bare) >= 3 and bare != theirs and sorted(bare) == sorted(theirs)
