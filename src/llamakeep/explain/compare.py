@@ -282,9 +282,7 @@ class _Pair:
             reason = f"{path} stands for {len(gone)} messages that are no longer there"
             return Verdict(Kind.COMPACTED, reason, path)
         if new[0] in old[1:]:
-            n_dropped = old.index(new[0], 1)
-            reason = f"{n_dropped} messages before {path} are no longer there"
-            return Verdict(Kind.COMPACTED, reason, path)
+            return self._dropped(old.index(new[0], 1))
         pair = self.leaves
         if pair is not None and self.is_resumed:
             one, other = (leaf.value for leaf in pair)
@@ -292,6 +290,17 @@ class _Pair:
                 reason = f"{pair[1].path} was emptied: {len(one):,} characters before"
                 return Verdict(Kind.COMPACTED, reason, pair[1].path)
         return None
+
+    def _dropped(self, n_messages: int) -> Verdict | None:
+        """Return what it means that so many messages are not there any more."""
+        dropped, path = self.ours[self.first : self.first + n_messages], self.after.path
+        if any(message.is_system for message in dropped):
+            return None
+        if all(marks.THOUGHT.search(message.text) for message in dropped):
+            reason = f"the reasoning before {path} is no longer there"
+            return Verdict(Kind.REASONING_REMOVED, reason, path)
+        what = "a message" if n_messages == 1 else f"{n_messages} messages"
+        return Verdict(Kind.COMPACTED, f"{what} before {path} went missing", path)
 
     def without_reasoning(self) -> Verdict | None:
         """Whether the message is the same but for what the model thought."""
@@ -358,19 +367,19 @@ class _Pair:
         return Verdict(Kind.UNKNOWN, f"{path} is another text, for no reason that shows")
 
     def _system_changed(self) -> Verdict:
-        before, after, path = self.before, self.after, self.after.path
+        before, after = self.before, self.after
         if not before.is_system:
-            return Verdict(Kind.SYSTEM_CHANGED, "there is a system prompt now, and was none", path)
+            return Verdict(Kind.SYSTEM_CHANGED, "there is a system prompt now, and was none")
         if not after.is_system:
-            return Verdict(Kind.SYSTEM_CHANGED, "there was a system prompt, and is none now", path)
+            return Verdict(Kind.SYSTEM_CHANGED, "there was a system prompt, and is none now")
         pair = self.leaves
         if self.rendered and pair is not None:
             text, at = pair[1].value, common_text(pair[0].value, pair[1].value)
             opened = [text.rfind(f"<{name}>", 0, at) for name in ("tools", "functions")]
             closed = [text.rfind(f"</{name}>", 0, at) for name in ("tools", "functions")]
             if max(opened) > max(closed):
-                return Verdict(Kind.TOOLS_CHANGED, f"the tools in {path} are others", path)
-        return Verdict(Kind.SYSTEM_CHANGED, "the system prompt is another", path)
+                return Verdict(Kind.TOOLS_CHANGED, "the tools in the system prompt are others")
+        return Verdict(Kind.SYSTEM_CHANGED, "the system prompt is another")
 
 
 def _is_emptied(before: str, after: str) -> bool:

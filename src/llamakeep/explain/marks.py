@@ -160,6 +160,9 @@ REASONING: Final = re.compile(
 )
 """What a model thinks before it answers, with the white space that follows."""
 
+THOUGHT: Final = re.compile(r"\A\s*(?:<\|channel\|?>(?:analysis|thought)|<think(?:ing)?>)")
+"""How a message begins that is nothing but reasoning."""
+
 ANSWER_MARK: Final = re.compile(
     r"<\|channel\|>final<\|message\|>|<\|begin_of_solution\|>|<\|end_of_solution\|>"
 )
