@@ -21,6 +21,7 @@ LOOSE: Final = Proof(ends_count=False)
 """In a text of which nothing is known."""
 
 _SHOWN_CHARS: Final = 60
+_MOST_MOVED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +203,8 @@ def _compare_messages(before: Conversation, after: Conversation) -> Verdict:
         path = theirs[first].path
         return Verdict(Kind.NEW_TEXT, f"the prompt goes on from {path}", path)
     pair = _Pair(ours, theirs, keys[0], keys[1], first, after.rendered)
-    found = pair.compacted() or pair.without_reasoning() or pair.classified() or pair.by_place()
-    return pair.placed(found)
+    found = pair.moved() or pair.compacted() or pair.without_reasoning() or pair.classified()
+    return pair.placed(found or pair.by_place())
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,22 @@ class _Pair:
         )
 
     # -- each kind -------------------------------------------------------------------------------
+
+    def moved(self) -> Verdict | None:
+        """Whether the same messages, or parts of this one, come in another order."""
+        path = self.after.path
+        parts = [
+            sorted(dumps([leaf.what, leaf.value]) for leaf in message.leaves)
+            for message in (self.before, self.after)
+        ]
+        if self.before.role == self.after.role and parts[0] == parts[1]:
+            return Verdict(Kind.ORDER, f"the parts of {path} come in another order", path)
+        old, new = self.our_keys[self.first :], self.their_keys[self.first :]
+        for size in range(2, 1 + min(_MOST_MOVED, len(old), len(new))):
+            if sorted(old[:size]) == sorted(new[:size]):
+                reason = f"{size} messages from {path} on come in another order"
+                return Verdict(Kind.ORDER, reason, path)
+        return None
 
     def compacted(self) -> Verdict | None:
         """Whether history was dropped, emptied, or replaced by a summary."""

@@ -38,7 +38,12 @@ _FULL: Final = (
     rf"{_EDGE}{_YEAR}-{_MONTH}-{_DAY}(?:[T ]{_CLOCK})?(?!\d)",
     rf"{_EDGE}{_YEAR}{_MONTH}{_DAY}(?:T?[-_]?[0-2]\d[0-5]\d(?:[0-6]\d)?Z?)?(?!\w)",
     rf"{_EDGE}{_YEAR}[/.](?:0?[1-9]|1[0-2])[/.]{_PART_OF_MONTH}(?!\d)",
-    rf"{_YEAR}年\d{{1,2}}月(?:\d{{1,2}}日)?",
+    rf"{_YEAR}年\d{{1,2}}月(?:\d{{1,2}}日)?(?:\s?[(\uff08][月火水木金土日][)\uff09])?",
+    rf"{_EDGE}{_YEAR}-W[0-5]\d(?:-[1-7])?(?!\w)",
+    rf"(?i:\byear\b(?:\s+is)?\s*[:=]?\s*){_YEAR}\b",
+    # how long something has been running
+    r"(?i:\b(?:uptime|elapsed|duration|running for|up)\b)[\s:=]*\d[\d.,:]*"
+    r"(?:\s*(?:ms|s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)\b,?\s*[\d:.]*)*",
     # 1/3/2025, 01.03.25
     rf"{_EDGE}{_PART_OF_MONTH}(?P<sep>[/.-]){_PART_OF_MONTH}(?P=sep)(?:{_YEAR}|\d{{2}})(?![\w.]*\d)",
     # March 1st, 2025; Mar 1; March 2025
@@ -60,7 +65,7 @@ _FULL: Final = (
 DATES: Final = re.compile("|".join(f"(?:{each})" for each in _FULL))
 """Dates and times that are such wherever they stand."""
 
-CLOCKS: Final = re.compile(r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d(?![\w:]*\d)")
+CLOCKS: Final = re.compile(r"(?<![\w:.])(?:[01]?\d|2[0-3])[:h][0-5]\d(?![\w:]*\d)")
 """A time of day, or a ratio, or a verse: see `SAYS_TIME`."""
 
 MONTHS: Final = re.compile(rf"\b(?:{_MONTHS})\b")
@@ -68,7 +73,7 @@ MONTHS: Final = re.compile(rf"\b(?:{_MONTHS})\b")
 
 SAYS_TIME: Final = re.compile(
     r"(?i)\b(?:today|tonight|now|current|currently|time|date|dated|day|clock|as of|updated|"
-    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|uhr|datum|"
+    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|jetzt|uhr|uhrzeit|datum|heure|maintenant|hora|ahora|"
     r"aujourd'hui|fecha|hoy)\b[^\n]{0,40}$"
 )
 """What stands before a time if it says when something is sent."""
@@ -91,13 +96,18 @@ _RANDOM: Final = (
     r"(?<![\w./-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d[\w-]*\d)[A-Za-z0-9_-]{16,}={0,2}(?!\w)"
 )
 _TEMPORARY: Final = r"(?<![A-Za-z])tmp(?:\.[A-Za-z0-9]{6,12}|[a-z0-9_]{8})(?!\w)"
-IDS: Final = re.compile("|".join((_UUID, _ULID, _PREFIXED, _TEMPORARY, _HEX, _RANDOM)))
+_NAMED: Final = (
+    r"(?i:(?<![a-z])(?:request|session|trace|span|conversation|thread|correlation|transaction|"
+    r"client|device|instance|message|run)[\s_-]?(?:id|key|token|uuid)|(?<![a-z])(?:nonce|etag|"
+    r"session|trace|request))[\"']?\s*(?:[:=#]|is)\s*[\"']?(?=[\w-]*\d)[\w-]{4,}"
+)
+IDS: Final = re.compile("|".join((_UUID, _ULID, _NAMED, _PREFIXED, _TEMPORARY, _HEX, _RANDOM)))
 """Ids that nobody chose: UUIDs, hashes, random letters, what tools call their calls."""
 
 _NUMBER: Final = r"\d+(?:[.,]\d+)*"
 _COUNTED: Final = (
     "request|req|turn|iteration|iter|attempt|retry|retries|invocation|sequence|seq|session|"
-    "conversation|nonce|counter|tick|trace|span|pid|visit|uptime"
+    "conversation|nonce|counter|tick|trace|span|pid|visit|seed"
 )
 _NUMBERED: Final = "message|msg|step|round|run|build|task|job|call|thread|poll|page view|user"
 _ID_WORD: Final = r"(?:id|ids|no|nr|num|number|count|counter|index|idx)"
@@ -107,10 +117,11 @@ COUNTERS: Final = re.compile(
     rf"{_NUMBER}(?:\s*(?:/|of)\s*\d+)?"
     rf"|(?<![a-z])(?:{_NUMBERED})s?[\s_-]?(?:{_ID_WORD}{_GLUE}|\#\s?){_NUMBER}"
     rf"|(?<![a-z])(?:{_NUMBERED})s?\s*[:#]?\s*{_NUMBER}\s*(?:/|of)\s*\d+"
-    rf"|(?<![a-z])(?:tokens|requests|messages|turns|steps|budget|credits)\s+"
-    rf"(?:used|left|remaining|so far|consumed){_GLUE}\$?{_NUMBER}"
-    rf"|\$?{_NUMBER}(?:\s*(?:/|of)\s*\d[\d.,]*)?\s+"
-    r"(?:tokens?|requests?|messages?|turns?|steps?|credits?)\s+"
+    rf"|(?<![a-z])(?:tokens?|requests?|messages?|turns?|steps?|budget|credits?|context)\s+"
+    rf"(?:\w+\s+)?(?:used|left|remaining|so far|consumed|usage|count){_GLUE}\$?{_NUMBER}"
+    rf"(?:\s*(?:/|of)\s*{_NUMBER})?%?"
+    rf"|\$?{_NUMBER}(?:\s*(?:/|of)\s*\d[\d.,]*)?\s*%?\s+"
+    r"(?:(?:tokens?|requests?|messages?|turns?|steps?|credits?)\s+)?"
     r"(?:used|left|remaining|so far|consumed)\b"
 )
 """A number and the word that says that it counts, or is an id of, something."""

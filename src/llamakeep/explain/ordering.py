@@ -22,7 +22,7 @@ _DECODER: Final = json.JSONDecoder()
 def too_deep(value: object, most: int = MOST_DEPTH) -> bool:
     """Return whether lists and objects are nested more than `most` times. Does not recurse."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(most):
         level = [
             inner
             for each in level
@@ -102,9 +102,13 @@ def reordered(before: str, after: str, at: int) -> Kind | None:
         if kind is not None:
             return Kind.WHITESPACE if kind is Kind.SAME else kind
     start = after.rfind("\n", 0, at) + 1
-    if _lines_moved(before, after, start) or _list_moved(before, after, start):
-        return Kind.ORDER
-    return None
+    moved = (
+        _lines_moved(before, after, start)
+        or _list_moved(before, after, start)
+        or _elements_moved(before, after, start)
+        or _items_moved(before, after, at)
+    )
+    return Kind.ORDER if moved else None
 
 
 def _openings(text: str, at: int) -> Iterator[int]:
@@ -156,3 +160,27 @@ def _list_moved(before: str, after: str, start: int) -> bool:
     items, others = (re.split(r"[,;|]\s*", re.sub(r"^[^:\n]*:\s*", "", x)) for x in (one, other))
     bare, theirs = ([item.strip(" .()[]{}") for item in side] for side in (items, others))
     return len(bare) >= 3 and bare != theirs and sorted(bare) == sorted(theirs)
+
+
+def _elements_moved(before: str, after: str, start: int) -> bool:
+    """Whether the line at `start` has the same elements, in tags, in another order."""
+    one, other = (text[start:].split("\n", 1)[0] for text in (before, after))
+    items, others = (re.split(r"(?<=>)\s*(?=<)", line) for line in (one, other))
+    return len(items) >= 2 and len(one) == len(other) and sorted(items) == sorted(others)
+
+
+def _items_moved(before: str, after: str, at: int) -> bool:
+    """Whether braces around `at` hold the same names and values, in another order.
+
+    For what is written like JSON and is none, as objects of programs are.
+    """
+    for start in _openings(after, at):
+        if after[start] != "{" or "\n" in after[start:at]:
+            continue
+        inner = [text[start + 1 :].split("}", 1)[0] for text in (before, after)]
+        if len(inner[0]) != len(inner[1]) or len(inner[0]) > _MOST_LINES:
+            continue
+        items, others = (sorted(each.strip() for each in text.split(",")) for text in inner)
+        if len(items) >= 2 and items == others and all(re.search(r"[:=]", x) for x in items):
+            return True
+    return False
