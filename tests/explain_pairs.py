@@ -953,4 +953,60 @@ LOOKALIKES = [
     ),
 ]
 
+LOOKALIKES += [
+    Pair(
+        "letters written as escapes are no white space",
+        chat(SYSTEM, with_arguments('{"path": "caf\\u00e9"}'), FIX),
+        chat(SYSTEM, with_arguments('{"path": "café"}'), FIX, *MORE),
+        Kind.UNKNOWN,
+    ),
+    Pair(
+        "arguments as an object",
+        chat(SYSTEM, with_arguments('{"command": "make", "timeout": 60}'), FIX),
+        chat(
+            SYSTEM,
+            changed(
+                1,
+                ("tool_calls", 0, "function", "arguments"),
+                {"command": "make", "timeout": 60},
+            ),
+            FIX,
+            *MORE,
+        ),
+        Kind.UNKNOWN,
+    ),
+    Pair(
+        "a developer is the system",
+        chat(SYSTEM, None, FIX),
+        {"messages": [said("developer", SYSTEM), *HISTORY, FIX], "tools": TOOLS},
+        Kind.SAME,
+    ),
+    Pair(
+        "a date, and behind it a summary",
+        chat(f"{SYSTEM} Today: 2025-03-01", None, FIX, *MORE),
+        chat(
+            f"{SYSTEM} Today: 2025-03-02",
+            [said("user", "Summary of the conversation so far: fixed.")],
+        ),
+        Kind.DATE,
+        "messages[0].content",
+    ),
+    Pair(
+        "a summary in the system prompt",
+        chat(SYSTEM, None, FIX, *MORE),
+        chat(
+            f"{SYSTEM}\n\nSummary of the conversation so far: fixed.",
+            [said("user", "Run the tests.")],
+        ),
+        Kind.COMPACTED,
+    ),
+    Pair(
+        "a question asked anew",
+        chat(SYSTEM, None, FIX, *MORE),
+        chat(SYSTEM, None, said("user", "Never mind. What does make do?")),
+        Kind.NEW_TEXT,
+        "messages[5]",
+    ),
+]
+
 PAIRS = [*DATES, *IDS, *ORDERED, *WRITTEN, *HISTORIC, *NEW, *UNKNOWN, *LOOKALIKES]

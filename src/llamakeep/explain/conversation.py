@@ -10,7 +10,6 @@ from typing import Any, Final
 from llamakeep.errors import InvalidValue
 from llamakeep.explain.ordering import MOST_DEPTH, dumps, too_deep
 
-_SYSTEM_ROLES: Final = ("system", "developer")
 _UNWRITTEN: Final = frozenset(
     {"cache_control", "signature", "citations", "annotations", "refusal", "audio", "index"}
 )
@@ -59,7 +58,7 @@ class Message:
     @property
     def is_system(self) -> bool:
         """Whether it is an instruction of the operator."""
-        return self.role in _SYSTEM_ROLES
+        return self.role == "system"
 
     @property
     def key(self) -> str:
@@ -136,9 +135,10 @@ def _message(path: str, message: Any) -> Message:
     if not isinstance(message, Mapping):
         return Message(path, "?", (Leaf(path, "text", message),))
     role = message.get("role")
-    return Message(
-        path, role if isinstance(role, str) else "?", tuple(_leaves(path, _written(message)))
-    )
+    role = role if isinstance(role, str) else "?"
+    if role == "developer":  # as most templates have it
+        role = "system"
+    return Message(path, role, tuple(_leaves(path, _written(message))))
 
 
 def _written(value: Any) -> Any:
@@ -209,6 +209,7 @@ def _call(path: str, call: Any) -> Iterator[Leaf]:
 
 _ROLE_NAMES: Final = {
     "human": "user",
+    "developer": "system",
     "model": "assistant",
     "ai": "assistant",
     "gpt": "assistant",

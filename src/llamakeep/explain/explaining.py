@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from llamakeep import fingerprint
 from llamakeep.explain.circumstances import Circumstances
-from llamakeep.explain.compare import Verdict
 from llamakeep.explain.explanation import Explanation
 from llamakeep.explain.kinds import CHURN, Kind
 from llamakeep.explain.prompts import Given, Side, compare_sides, side_of
+from llamakeep.explain.verdict import Verdict
 from llamakeep.runtime.base import Vocab
 
 _NOTHING = Circumstances()

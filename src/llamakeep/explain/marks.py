@@ -73,7 +73,8 @@ MONTHS: Final = re.compile(rf"\b(?:{_MONTHS})\b")
 
 SAYS_TIME: Final = re.compile(
     r"(?i)\b(?:today|tonight|now|current|currently|time|date|dated|day|clock|as of|updated|"
-    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|jetzt|uhr|uhrzeit|datum|heure|maintenant|hora|ahora|"
+    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|jetzt|"
+    r"uhr|uhrzeit|datum|heure|maintenant|hora|ahora|"
     r"aujourd'hui|fecha|hoy)\b[^\n]{0,40}$"
 )
 """What stands before a time if it says when something is sent."""

@@ -99,8 +99,11 @@ def reordered(before: str, after: str, at: int) -> Kind | None:
         if min(end, other_end) <= at or too_deep(one) or too_deep(other):
             continue
         kind = same_content(one, other)
+        if kind is Kind.SAME:
+            spaced = "".join(before[start:end].split()) == "".join(after[start:other_end].split())
+            return Kind.WHITESPACE if spaced else None
         if kind is not None:
-            return Kind.WHITESPACE if kind is Kind.SAME else kind
+            return kind
     start = after.rfind("\n", 0, at) + 1
     moved = (
         _lines_moved(before, after, start)

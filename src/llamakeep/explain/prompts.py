@@ -9,10 +9,11 @@ from typing import Any, Final, TypeAlias
 from llamakeep.errors import InvalidValue
 from llamakeep.explain import marks
 from llamakeep.explain.churn import SAME_CHARS, classify
-from llamakeep.explain.compare import LOOSE, Verdict, compare, say
+from llamakeep.explain.compare import compare
 from llamakeep.explain.conversation import from_body, from_text, is_chat, salt_of
 from llamakeep.explain.divergence import around, common_text, same_text_other_tokens
 from llamakeep.explain.kinds import CHURN, Kind
+from llamakeep.explain.verdict import LOOSE, Verdict, say
 from llamakeep.runtime.base import Vocab
 from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
 
