@@ -46,6 +46,8 @@ def test_help_groups_the_commands(runner: CliRunner) -> None:
     help_text = runner.invoke(app, ["--help"]).stdout
     first, _, rest = help_text.partition("Start here:\n")[2].partition("kept on disk:\n")
     assert re.findall(r"^  (\w+)  ", first, re.MULTILINE) == ["demo", "serve"]
+    rest, _, last = rest.partition("When a prompt is read again:\n")
+    assert re.findall(r"^  (\w+)  +\w", last, re.MULTILINE) == ["explain"]
     found = re.findall(r"^  (\w+)  +\w", rest, re.MULTILINE)
     assert found == ["ls", "stats", "check", "trim", "rm", "export", "import"]
     assert "..." not in rest  # no sentence is cut

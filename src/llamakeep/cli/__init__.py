@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from llamakeep.cli import cache, serve
+from llamakeep.cli import cache, explain, serve
 from llamakeep.cli.demo import demo
 from llamakeep.cli.group import FAILED, INTERRUPTED, UNREAD, WRONG, Commands
 
@@ -76,6 +76,11 @@ def _llamakeep(
         keeper = llamakeep.attach(llm, cache_dir="my-cache")
         llamakeep ls --cache-dir my-cache
 
+    When a prompt takes longer than it should, ask why:
+
+    \b
+        llamakeep explain --url http://127.0.0.1:8080
+
     Every command explains itself: llamakeep ls --help
     """  # noqa: D301 - the backspace keeps lines as they are
 
@@ -85,6 +90,7 @@ app.command(rich_help_panel=serve.SUBJECT, cls=serve.SectionedCommand)(serve.ser
 for _command in (cache.ls, cache.stats, cache.check, cache.trim, cache.rm, cache.export):
     app.command(rich_help_panel=cache.SUBJECT)(_command)
 app.command("import", rich_help_panel=cache.SUBJECT)(cache.import_)
+app.command(rich_help_panel=explain.SUBJECT)(explain.explain)
 
 
 def main() -> None:
