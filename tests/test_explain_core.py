@@ -24,6 +24,7 @@ from llamakeep.explain import (
 )
 from llamakeep.explain.divergence import SHOWN_CHARS, common_text, same_text_other_tokens
 from llamakeep.explain.ordering import same_content, too_deep
+from llamakeep.explain.reasoning import without_reasoning
 from llamakeep.fingerprint import Difference, Namespace
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.tokens import as_tokens
@@ -166,6 +167,27 @@ def test_what_is_no_request_is_refused(body: dict[str, Any]) -> None:
 def test_what_are_no_tokens_is_refused() -> None:
     with pytest.raises(TokenError, match="-1"):
         explain([1, -1], [1, 2])
+
+
+# -- reasoning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<think>a</think>\n\nb", "b"),
+        ("a</think>\nb", "b"),
+        ("a <think>b</think> c <think>d</think> e", "a c e"),
+        ("[THINK]a[/THINK]b", "b"),
+        ("<think>a", "<think>a"),
+        ("<think>" * 50_000 + "a", "<think>" * 50_000 + "a"),
+        ("<think><think>a</think>b", "b"),
+        ("<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b", "b"),
+        ("I think so.", "I think so."),
+    ],
+)
+def test_what_is_left_without_reasoning(text: str, left: str) -> None:
+    assert without_reasoning(text) == left
 
 
 # -- tokens ----------------------------------------------------------------------------------------

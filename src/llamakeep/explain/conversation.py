@@ -14,6 +14,7 @@ _UNWRITTEN: Final = frozenset(
     {"cache_control", "signature", "citations", "annotations", "refusal", "audio", "index"}
 )
 """Fields of messages that no chat template writes."""
+_MOST_MESSAGES: Final = 16384
 _SETTINGS: Final = (
     "chat_template",
     "chat_template_kwargs",
@@ -251,6 +252,8 @@ def from_text(text: str) -> Conversation | None:
     """
     for header in _HEADERS:
         found = list(header.finditer(text))
+        if len(found) > _MOST_MESSAGES:
+            return None
         if found and (len(found) > 1 or _role(found[0]) != "assistant"):
             return Conversation(tuple(_messages(text, found)), rendered=True)
     return None

@@ -162,20 +162,3 @@ EMPTIED: Final = re.compile(
     r"summari[sz]ed|snipped|hidden|no longer (?:available|shown))\b"
 )
 """What is left of a message that was emptied."""
-
-REASONING: Final = re.compile(
-    r"<(think|thinking|reasoning|thought|reflection)>.*?</\1>\s*"
-    r"|<\|channel\|?>(?:analysis|thought).*?(?:<\|end\|>(?:<\|start\|>assistant)?|<channel\|>)\s*"
-    r"|\[THINK\].*?\[/THINK\]\s*|<\|begin_of_thought\|>.*?<\|end_of_thought\|>\s*"
-    r"|\A(?!<think>).{0,200000}?</think>\s*",
-    re.DOTALL,
-)
-"""What a model thinks before it answers, with the white space that follows."""
-
-THOUGHT: Final = re.compile(r"\A\s*(?:<\|channel\|?>(?:analysis|thought)|<think(?:ing)?>)")
-"""How a message begins that is nothing but reasoning."""
-
-ANSWER_MARK: Final = re.compile(
-    r"<\|channel\|>final<\|message\|>|<\|begin_of_solution\|>|<\|end_of_solution\|>"
-)
-"""What stands between reasoning and an answer, and is left out with the reasoning."""

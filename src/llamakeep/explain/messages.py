@@ -13,10 +13,12 @@ from llamakeep.explain.conversation import Conversation, Leaf, Message
 from llamakeep.explain.divergence import around, common_text
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import dumps, loads, same_content
+from llamakeep.explain.reasoning import is_reasoning, without_reasoning
 from llamakeep.explain.values import in_json
 from llamakeep.explain.verdict import NEW_MESSAGE, SURE, Verdict, say
 
 _MOST_MOVED: Final = 16
+_END_CHARS: Final = 4096
 
 
 def compare_messages(before: Conversation, after: Conversation) -> Verdict:
@@ -119,13 +121,14 @@ class _Pair:
     def compacted(self) -> Verdict | None:
         """Whether history was dropped, emptied, or replaced by a summary."""
         old, new = self.our_keys[self.first :], self.their_keys[self.first :]
-        gone = [key for key in old if key not in set(new)]
+        there = set(new)
+        gone = [key for key in old if key not in there]
         path = self.after.path
         # A system prompt that differs is a cause of its own, unless the summary is in it.
         n_told = 1 if self.after.is_system else 2
         told = [message.text for message in self.theirs[self.first : self.first + n_told]]
         known = "\n".join(message.text for message in self.ours)
-        says = any(marks.SUMMARY.search(text) and text not in known for text in told)
+        says = any(marks.SUMMARY.search(_ends(text)) and text not in known for text in told)
         fewer = len(new) < len(old) or sum(map(len, new)) < sum(map(len, old))
         if says and fewer and len(gone) >= 2:
             reason = f"{path} stands for {len(gone)} messages that are no longer there"
@@ -145,7 +148,7 @@ class _Pair:
         dropped, path = self.ours[self.first : self.first + n_messages], self.after.path
         if any(message.is_system for message in dropped):
             return None
-        if all(marks.THOUGHT.search(message.text) for message in dropped):
+        if all(is_reasoning(message.text) for message in dropped):
             reason = f"the reasoning before {path} is no longer there"
             return Verdict(Kind.REASONING_REMOVED, reason, path)
         what = "a message" if n_messages == 1 else f"{n_messages} messages"
@@ -234,8 +237,17 @@ class _Pair:
 
 def _is_emptied(before: str, after: str) -> bool:
     # A word that was there before is no sign that something was taken away.
-    found = marks.EMPTIED.search(after) or marks.SUMMARY.search(after)
-    return found is not None and found.group() not in before and 2 * len(after) < len(before)
+    if 2 * len(after) >= len(before):
+        return False
+    found = marks.EMPTIED.search(_ends(after)) or marks.SUMMARY.search(_ends(after))
+    return found is not None and found.group() not in before
+
+
+def _ends(text: str) -> str:
+    """Return the beginning and the end of a text, where it says what it stands for."""
+    if len(text) <= 2 * _END_CHARS:
+        return text
+    return f"{text[:_END_CHARS]}\n{text[-_END_CHARS:]}"
 
 
 def _parsed(value: Any) -> Any:
@@ -262,9 +274,9 @@ def _told(message: Message) -> tuple[bool, str]:
         if leaf.what == "reasoning":
             thought = True
         elif leaf.what == "text" and isinstance(leaf.value, str):
-            text = marks.REASONING.sub("", leaf.value)
-            thought = thought or text != leaf.value
-            said.append(marks.ANSWER_MARK.sub("", text).strip())
+            text = without_reasoning(leaf.value)
+            thought = thought or text != leaf.value.strip()
+            said.append(text)
         else:
             said.append([leaf.what, leaf.value])
     return thought, dumps([each for each in said if each != ""])

@@ -14,6 +14,7 @@ MOST_DEPTH: Final = 64
 """JSON that is nested deeper is not looked into."""
 
 _BACK_CHARS: Final = 1 << 16
+_LINE_CHARS: Final = 1 << 18
 _MOST_CANDIDATES: Final = 24
 _MOST_LINES: Final = 4096
 _DECODER: Final = json.JSONDecoder()
@@ -158,7 +159,7 @@ def _bare(line: str) -> str:
 def _list_moved(before: str, after: str, start: int) -> bool:
     """Whether the line at `start` has the same items, with commas between, in another order."""
     one, other = (text[start:].split("\n", 1)[0] for text in (before, after))
-    if len(one) != len(other):
+    if len(one) != len(other) or len(one) > _LINE_CHARS:
         return False
     items, others = (re.split(r"[,;|]\s*", re.sub(r"^[^:\n]*:\s*", "", x)) for x in (one, other))
     bare, theirs = ([item.strip(" .()[]{}") for item in side] for side in (items, others))
@@ -168,8 +169,10 @@ def _list_moved(before: str, after: str, start: int) -> bool:
 def _elements_moved(before: str, after: str, start: int) -> bool:
     """Whether the line at `start` has the same elements, in tags, in another order."""
     one, other = (text[start:].split("\n", 1)[0] for text in (before, after))
+    if len(one) != len(other) or len(one) > _LINE_CHARS:
+        return False
     items, others = (re.split(r"(?<=>)\s*(?=<)", line) for line in (one, other))
-    return len(items) >= 2 and len(one) == len(other) and sorted(items) == sorted(others)
+    return len(items) >= 2 and sorted(items) == sorted(others)
 
 
 def _items_moved(before: str, after: str, at: int) -> bool:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from llamakeep.errors import InvalidValue
-from llamakeep.explain import marks
 from llamakeep.explain.churn import SAME_CHARS, classify
 from llamakeep.explain.compare import compare
 from llamakeep.explain.conversation import from_body, from_text, is_chat, salt_of
 from llamakeep.explain.divergence import around, common_text, same_text_other_tokens
 from llamakeep.explain.kinds import CHURN, Kind
+from llamakeep.explain.reasoning import reasoning_end
 from llamakeep.explain.verdict import LOOSE, Verdict, say
 from llamakeep.runtime.base import Vocab
 from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
@@ -227,10 +227,10 @@ def compare_texts(before: str, after: str) -> Verdict:
 
 def _without_reasoning(before: str, after: str, at: int) -> bool:
     for start in {at, before.rfind("<", max(0, at - 16), at + 1)}:
-        found = marks.REASONING.match(before, start) if start >= 0 else None
-        if found is None:
+        end = reasoning_end(before, start) if start >= 0 else None
+        if end is None:
             continue
-        rest = before[found.end() : found.end() + SAME_CHARS]
+        rest = before[end : end + SAME_CHARS]
         if rest.strip() and after[start : start + len(rest)] == rest:
             return True
     return False
