@@ -1001,6 +1001,45 @@ LOOKALIKES += [
         Kind.COMPACTED,
     ),
     Pair(
+        "a line that was taken away, before one like it",
+        chat(f"{SYSTEM}\n---\nBe kind.\n---\nBe brief.\n---\nBe calm.", None, FIX),
+        chat(f"{SYSTEM}\nBe kind.\n---\nBe brief.\n---\nBe calm.", None, FIX),
+        Kind.SYSTEM_CHANGED,
+    ),
+    Pair(
+        "a comma more is no order",
+        chat(f"{SYSTEM}\nBe kind\nBe brief\nBe calm", None, FIX),
+        chat(f"{SYSTEM}\nBe kind,\nBe brief\nBe calm", None, FIX),
+        Kind.SYSTEM_CHANGED,
+    ),
+    Pair(
+        "an object that ended before the difference",
+        chat(SYSTEM + " {'a': 1, 'b': 2} is what you get, and no more.", None, FIX),
+        chat(SYSTEM + " {'a': 1, 'b': 2} is what you see, and no more.", None, FIX),
+        Kind.SYSTEM_CHANGED,
+    ),
+    Pair(
+        "a list that is numbered, behind a word for requests",
+        chat(f"{SYSTEM} What happens to a request\n1. It is read by one who knows it.", None, FIX),
+        chat(f"{SYSTEM} What happens to a request\n2. It is read by one who knows it.", None, FIX),
+        Kind.SYSTEM_CHANGED,
+    ),
+    Pair(
+        "a message taken away, before one like it",
+        chat(
+            SYSTEM,
+            [
+                said("user", "ok"),
+                said("assistant", "A"),
+                said("user", "ok"),
+                said("assistant", "B"),
+            ],
+            FIX,
+        ),
+        chat(SYSTEM, [said("assistant", "A"), said("user", "ok"), said("assistant", "B")], FIX),
+        Kind.COMPACTED,
+    ),
+    Pair(
         "a question asked anew",
         chat(SYSTEM, None, FIX, *MORE),
         chat(SYSTEM, None, said("user", "Never mind. What does make do?")),

@@ -69,10 +69,10 @@ def is_prefix(one: IntArray, other: IntArray) -> bool:
 def same_text_other_tokens(before: Sequence[int], after: Sequence[int], piece: Piece) -> bool:
     """Return whether two runs of tokens, which differ in the first, spell the same text for a bit.
 
-    They do if both have a token that ends at the same place of a common text: from there on they
-    can be equal, and what is before is the same text in other tokens. They also do if all of
-    `before` is a beginning of the text of `after`: its last token was cut short there. Tokens that
-    differ because the text does are not meant: those end in other places, or beyond what is common.
+    They do if both have a token that ends at the same place of a common text, and from there on the
+    same token, or nothing more: what is before is the same text in other tokens. They also do if
+    all of `before` is a beginning of the text of `after`: its last token was cut short there.
+    Tokens that differ because the text behind them does are not meant.
 
     At most 512 tokens of each are looked at.
 
@@ -86,9 +86,15 @@ def same_text_other_tokens(before: Sequence[int], after: Sequence[int], piece: P
         return False
     one, other = b"".join(left), b"".join(right)
     common = common_bytes(one, other)
-    ends = set(accumulate(map(len, left))) & set(accumulate(map(len, right)))
-    if any(0 < end <= common for end in ends):
-        return True
+    ends = [
+        {end: i + 1 for i, end in enumerate(accumulate(map(len, side)))} for side in (left, right)
+    ]
+    for end in ends[0].keys() & ends[1].keys():
+        mine, theirs = ends[0][end], ends[1][end]
+        over = mine == len(before) or theirs == len(after)
+        same = over or before[mine : mine + 1] == after[theirs : theirs + 1]
+        if 0 < end <= common and same:
+            return True
     return 0 < len(one) == common and len(left) == len(before)
 
 

@@ -99,8 +99,8 @@ _RANDOM: Final = (
 _TEMPORARY: Final = r"(?<![A-Za-z])tmp(?:\.[A-Za-z0-9]{6,12}|[a-z0-9_]{8})(?!\w)"
 _NAMED: Final = (
     r"(?i:(?<![a-z])(?:request|session|trace|span|conversation|thread|correlation|transaction|"
-    r"client|device|instance|message|run)[\s_-]?(?:id|key|token|uuid)|(?<![a-z])(?:nonce|etag|"
-    r"session|trace|request))[\"']?\s*(?:[:=#]|is)\s*[\"']?(?=[\w-]*\d)[\w-]{4,}"
+    r"client|device|instance|message|run)[ _-]?(?:id|key|token|uuid)|(?<![a-z])(?:nonce|etag|"
+    r"session|trace|request))[\"']?[ \t]*(?:[:=#]|is)[ \t]*[\"']?(?=[\w-]*\d)[\w-]{4,}"
 )
 IDS: Final = re.compile("|".join((_UUID, _ULID, _NAMED, _PREFIXED, _TEMPORARY, _HEX, _RANDOM)))
 """Ids that nobody chose: UUIDs, hashes, random letters, what tools call their calls."""
@@ -112,17 +112,17 @@ _COUNTED: Final = (
 )
 _NUMBERED: Final = "message|msg|step|round|run|build|task|job|call|thread|poll|page view|user"
 _ID_WORD: Final = r"(?:id|ids|no|nr|num|number|count|counter|index|idx)"
-_GLUE: Final = r"""["']?\s*(?:[:=#]+|is|no\.|\.)?\s*["'#(]?"""
+_GLUE: Final = r"""["']?[ \t]*(?:[:=#]+|is|no\.|\.)?[ \t]*["'#(]?"""
 COUNTERS: Final = re.compile(
-    rf"(?i)(?<![a-z])(?:{_COUNTED})s?(?:[\s_-]?{_ID_WORD})?{_GLUE}"
-    rf"{_NUMBER}(?:\s*(?:/|of)\s*\d+)?"
-    rf"|(?<![a-z])(?:{_NUMBERED})s?[\s_-]?(?:{_ID_WORD}{_GLUE}|\#\s?){_NUMBER}"
-    rf"|(?<![a-z])(?:{_NUMBERED})s?\s*[:#]?\s*{_NUMBER}\s*(?:/|of)\s*\d+"
-    rf"|(?<![a-z])(?:tokens?|requests?|messages?|turns?|steps?|budget|credits?|context)\s+"
-    rf"(?:\w+\s+)?(?:used|left|remaining|so far|consumed|usage|count){_GLUE}\$?{_NUMBER}"
-    rf"(?:\s*(?:/|of)\s*{_NUMBER})?%?"
-    rf"|\$?{_NUMBER}(?:\s*(?:/|of)\s*\d[\d.,]*)?\s*%?\s+"
-    r"(?:(?:tokens?|requests?|messages?|turns?|steps?|credits?)\s+)?"
+    rf"(?i)(?<![a-z])(?:{_COUNTED})s?(?:[ _-]?{_ID_WORD})?{_GLUE}"
+    rf"{_NUMBER}(?:[ \t]*(?:/|of)[ \t]*\d+)?"
+    rf"|(?<![a-z])(?:{_NUMBERED})s?[ _-]?(?:{_ID_WORD}{_GLUE}|\#[ \t]?){_NUMBER}"
+    rf"|(?<![a-z])(?:{_NUMBERED})s?[ \t]*[:#]?[ \t]*{_NUMBER}[ \t]*(?:/|of)[ \t]*\d+"
+    rf"|(?<![a-z])(?:tokens?|requests?|messages?|turns?|steps?|budget|credits?|context)[ \t]+"
+    rf"(?:\w+[ \t]+)?(?:used|left|remaining|so far|consumed|usage|count){_GLUE}\$?{_NUMBER}"
+    rf"(?:[ \t]*(?:/|of)[ \t]*{_NUMBER})?%?"
+    rf"|\$?{_NUMBER}(?:[ \t]*(?:/|of)[ \t]*\d[\d.,]*)?[ \t]*%?[ \t]+"
+    r"(?:(?:tokens?|requests?|messages?|turns?|steps?|credits?)[ \t]+)?"
     r"(?:used|left|remaining|so far|consumed)\b"
 )
 """A number and the word that says that it counts, or is an id of, something."""

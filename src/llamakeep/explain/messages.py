@@ -12,7 +12,7 @@ from llamakeep.explain.churn import Found, classify
 from llamakeep.explain.conversation import Conversation, Leaf, Message
 from llamakeep.explain.divergence import around, common_text
 from llamakeep.explain.kinds import Kind
-from llamakeep.explain.ordering import dumps, loads, same_content
+from llamakeep.explain.ordering import dumps, goes_on_alike, loads, same_content
 from llamakeep.explain.reasoning import is_reasoning, without_reasoning
 from llamakeep.explain.values import in_json
 from llamakeep.explain.verdict import NEW_MESSAGE, SURE, Verdict, say
@@ -113,7 +113,7 @@ class _Pair:
             return Verdict(Kind.ORDER, f"the parts of {path} come in another order", path)
         old, new = self.our_keys[self.first :], self.their_keys[self.first :]
         for size in range(2, 1 + min(_MOST_MOVED, len(old), len(new))):
-            if sorted(old[:size]) == sorted(new[:size]):
+            if sorted(old[:size]) == sorted(new[:size]) and goes_on_alike(old, new, size):
                 reason = f"{size} messages from {path} on come in another order"
                 return Verdict(Kind.ORDER, reason, path)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from llamakeep.explain.kinds import Kind
@@ -140,6 +140,8 @@ def _lines_moved(before: str, after: str, start: int) -> bool:
     """Whether some lines from `start` on are the same ones in another order."""
     one = before[start:].split("\n", _MOST_LINES)[:_MOST_LINES]
     other = after[start:].split("\n", _MOST_LINES)[:_MOST_LINES]
+    if _bare(one[0]) == _bare(other[0]):
+        return False  # a comma more or less is no order
     balance: Counter[str] = Counter()
     wrong = 0
     for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
@@ -147,9 +149,20 @@ def _lines_moved(before: str, after: str, start: int) -> bool:
             wrong -= balance[line] != 0
             balance[line] += step
             wrong += balance[line] != 0
-        if not wrong and index:
+        if not wrong and index and goes_on_alike(one, other, index + 1, _bare):
             return any(line for line in balance)
     return False
+
+
+def goes_on_alike(
+    one: Sequence[str], other: Sequence[str], at: int, bare: Callable[[str], str] = str
+) -> bool:
+    """Return whether two lists are over at `at`, or have the same there.
+
+    Where something was taken away and something like it follows, as many are the same before it as
+    if they had been moved; but then the lists go on differently.
+    """
+    return at >= min(len(one), len(other)) or bare(one[at]) == bare(other[at])
 
 
 def _bare(line: str) -> str:
@@ -184,7 +197,8 @@ def _items_moved(before: str, after: str, at: int) -> bool:
         if after[start] != "{" or "\n" in after[start:at]:
             continue
         inner = [text[start + 1 :].split("}", 1)[0] for text in (before, after)]
-        if len(inner[0]) != len(inner[1]) or len(inner[0]) > _MOST_LINES:
+        size = len(inner[0])
+        if size != len(inner[1]) or size > _MOST_LINES or start + size < at:
             continue
         items, others = (sorted(each.strip() for each in text.split(",")) for text in inner)
         if len(items) >= 2 and items == others and all(re.search(r"[:=]", x) for x in items):
