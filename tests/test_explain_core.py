@@ -27,6 +27,7 @@ from llamakeep.explain.ordering import same_content, too_deep
 from llamakeep.explain.reasoning import without_reasoning
 from llamakeep.fingerprint import Difference, Namespace
 from llamakeep.runtime.fake_text import FakeVocab
+from llamakeep.states import Reuse
 from llamakeep.tokens import as_tokens
 from tests.explain_pairs import SYSTEM, chat, chatml
 
@@ -368,6 +369,11 @@ def test_what_was_sent_and_is_not_kept_is_not_first_seen() -> None:
 def test_all_is_known() -> None:
     known = Circumstances(900, 896, "live", shared_tokens=900)
     assert explain(None, [1] * 900, circumstances=known).kind is Kind.SAME
+
+
+def test_circumstances_of_a_reuse() -> None:
+    known = Circumstances.of(Reuse(64, 836, "disk", "why"), shared_tokens=70)
+    assert known == Circumstances(900, 64, "disk", "why", 70)
 
 
 def test_nothing_is_known() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.fingerprint import Difference
+from llamakeep.states import Reuse
 
 _SALT_PARTS = ("salted", "salt_id")
 _NUMBERS = (
@@ -67,6 +68,17 @@ class Circumstances:
     slack_tokens: int = 9
     evicted: Evicted | None = None
     namespaces: tuple[Difference, ...] = ()
+
+    @classmethod
+    def of(cls, reuse: Reuse, **more: Any) -> Circumstances:
+        """Return what a `Reuse` says, and other fields by name."""
+        return cls(
+            reuse.reused_tokens + reuse.evaluated_tokens,
+            reuse.reused_tokens,
+            reuse.tier,
+            reuse.reason,
+            **more,
+        )
 
     @property
     def other_salt(self) -> bool:
