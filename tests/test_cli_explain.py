@@ -100,6 +100,15 @@ def test_a_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
     assert "neither messages nor prompt" in refused(one, other)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_end_of_a_file_is_no_part_of_a_text(tmp_path: Path, end: str) -> None:
+    one, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_bytes(f"Once upon a time{end}".encode())
+    other.write_bytes(f"Once upon a time there was a king.{end}".encode())
+    found = explained(one, other)
+    assert (found.kind, found.char_index) == (Kind.NEW_TEXT, len("Once upon a time"))
+
+
 @pytest.mark.model
 def test_tokens_as_text(tmp_path: Path, smollm2_path: Path) -> None:
     from llamakeep.runtime.llama_cpp import load_vocab

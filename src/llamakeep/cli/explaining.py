@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ class Asked:
     log: Path | None = None
     url: str | None = None
     request_id: str | None = None
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     model: Path | None = None
     as_text: bool = False
 
@@ -63,7 +63,7 @@ def explain_asked(asked: Asked, *, as_json: bool) -> None:
     with ExitStack() as stack:
         vocab: Vocab | None = None
         if asked.model is not None:
-            from llamakeep.runtime.llama_cpp import load_vocab
+            from llamakeep.runtime.llama_text import load_vocab
 
             vocab = stack.enter_context(load_vocab(asked.model))
         found = _explained(asked, vocab)
@@ -129,7 +129,7 @@ def _read(name: str, *, as_text: bool) -> Side:
     except UnicodeDecodeError as error:
         raise InvalidValue(f"{_shown(name)} is no UTF-8, at byte {error.start}") from None
     if as_text or not text.lstrip("\ufeff \t\r\n").startswith(("{", "[")):
-        return Side(text=text)
+        return Side(text=_without_end(text))
     try:
         value = json.loads(text.lstrip("\ufeff"))
     except RecursionError:
@@ -137,10 +137,15 @@ def _read(name: str, *, as_text: bool) -> Side:
     except ValueError as error:
         if Path(name).suffix.lower() == ".json":
             raise InvalidValue(f"{_shown(name)} is no JSON: {error}") from None
-        return Side(text=text)  # a text may begin with a bracket
+        return Side(text=_without_end(text))  # a text may begin with a bracket
     if too_deep(value, most=2 * MOST_DEPTH):
         raise InvalidValue(f"{_shown(name)} is nested more than {2 * MOST_DEPTH} times")
     return _side(name, value)
+
+
+def _without_end(text: str) -> str:
+    """Return a text without the line end that editors put behind the last line of a file."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _bytes(name: str) -> bytes:
