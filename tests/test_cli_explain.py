@@ -111,7 +111,7 @@ def test_the_end_of_a_file_is_no_part_of_a_text(tmp_path: Path, end: str) -> Non
 
 @pytest.mark.model
 def test_tokens_as_text(tmp_path: Path, smollm2_path: Path) -> None:
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     texts = [f"Today is 2025-03-0{day}. You are a helpful assistant, and brief." for day in (1, 2)]
     with load_vocab(smollm2_path) as vocab:
