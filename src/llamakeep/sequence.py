@@ -184,17 +184,14 @@ class KeptSequence:
                 branch=max(reached.match.shared_tokens, common),
                 present=self._tree.checkpoint_positions(prompt),
             )
+        known = max(reached.match.shared_tokens, common, reached.n_tokens)
         return Reuse(
             reached.n_tokens,
             prompt.size - reached.n_tokens,
             reached.tier,
-            self._why_no_deeper(
-                reached,
-                max(reached.match.shared_tokens, common, reached.n_tokens),
-                limit,
-                scored,
-            ),
+            self._why_no_deeper(reached, known, limit, scored),
             restore_ms=(time.perf_counter() - begin) * 1e3,
+            shared_tokens=known,
         )
 
     def reach(

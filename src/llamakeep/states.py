@@ -193,6 +193,8 @@ class Reuse:
         tier: Where the reused ones came from: `live`, `ram`, `disk`, `shared` or `none`.
         reason: Why the rest had to be evaluated.
         restore_ms: Milliseconds spent finding and restoring.
+        shared_tokens: Leading tokens of the prompt that something live or kept has, whether it
+            could be gone on from there or not.
     """
 
     reused_tokens: int
@@ -200,3 +202,4 @@ class Reuse:
     tier: str
     reason: str
     restore_ms: float = 0.0
+    shared_tokens: int = 0

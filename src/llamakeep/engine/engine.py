@@ -48,6 +48,7 @@ from llamakeep.errors import (
     QueueFull,
     whole_number,
 )
+from llamakeep.explain import Explanation, History
 from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.tokens import as_tokens
 
@@ -101,6 +102,7 @@ class Engine:
         n_slots: How many requests are answered at once.
         on_stop: Called when the engine's thread has ended without having been closed; from it.
         observers: Hear of every request.
+        history: The last requests, by which they are explained.
 
     Raises:
         InvalidValue: For a number that cannot be meant.
@@ -146,6 +148,12 @@ class Engine:
             stall_ms=stall_ms,
         )
         self._records = Records()
+        kept = keeping.stats()
+        self.history = History(
+            policy=kept["policy"] if kept["capacity_bytes"] else "",
+            rolling=runtime.traits.rolling,
+            align=align,
+        )
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -281,6 +289,23 @@ class Engine:
         """Return what became of the last 100 requests, the newest first."""
         return self._records.recent()
 
+    def explain(
+        self, request: int | str | None = None, *, texts: bool = True
+    ) -> Explanation | None:
+        """Say why the rest of a prompt was evaluated; None for a request that is forgotten.
+
+        From any thread; costs some milliseconds for a long prompt.
+
+        Args:
+            request: Number or label of one of the last requests; the last one if None.
+            texts: Show what the texts are where two prompts part.
+        """
+        served = self.history.find(request)
+        if served is None:
+            return None
+        found = self.history.explain(served, self.vocab)
+        return found if texts else found.without_texts()
+
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt, most recently used first: JSON-ready."""
         return self.call(self._keeping.entries)
@@ -382,6 +407,7 @@ class Engine:
                 if slot.job is None:
                     self._keeping.clear(slot.slot_id)
             self._keeping.forget()
+            self.history.clear()
             return {"freed_bytes": before - self._keeping.stats()["used_bytes"]}
 
         return self.call(clear)
@@ -480,6 +506,7 @@ class Engine:
             self._n_open -= 1
         record = job.record(last)
         self._records.add(record)
+        self.history.add(job.served(self._keeping.namespace_of(job.request.salt)))
         self._untold.append(record)
 
     def _shut_down(self) -> None:
@@ -501,3 +528,4 @@ class Engine:
         self.settle()
         scheduler.cells.guarded("close", lambda: self._keeping.close(self._flush_s))
         scheduler.cells.guarded("close", self._runtime.close)
+        self.observers.closed()

@@ -23,6 +23,7 @@ from llamakeep.engine.request import (
     Update,
 )
 from llamakeep.engine.text import Writer
+from llamakeep.explain import Served
 from llamakeep.runtime.base import Sampler
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray
@@ -195,6 +196,21 @@ class Job:
             self._listener(update)
         except Exception:  # who listens badly must not stop the others
             logger.exception("a listener of request %d failed", self.id)
+
+    def served(self, namespace: bytes) -> Served:
+        """Return what it is explained by later: its tokens too, if they may be kept."""
+        keeps = self.request.mode.writes
+        return Served(
+            id=self.id,
+            label=self.request.label,
+            namespace=namespace,
+            tokens=self.known.copy() if keeps else self._known[:0].copy(),
+            n_prompt=int(self.request.prompt.size),
+            reuse=self.reuse,
+            keeps=keeps,
+            session=self.request.session,
+            body=self.request.body if keeps else None,
+        )
 
     def record(self, last: Finished | Failed) -> Record:
         """Return what is remembered of it."""

@@ -33,6 +33,9 @@ class Observer:
     def saved(self, ms: float) -> None:
         """It took this long to keep what a slot holds."""
 
+    def closed(self) -> None:
+        """The engine has ended; nothing else comes."""
+
 
 class Observers(Observer):
     """Several of them as one that never raises."""
@@ -59,6 +62,10 @@ class Observers(Observer):
     def saved(self, ms: float) -> None:
         """Tell all of them."""
         self._tell(lambda each: each.saved(ms))
+
+    def closed(self) -> None:
+        """Tell all of them."""
+        self._tell(lambda each: each.closed())
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
         for each in self._all:

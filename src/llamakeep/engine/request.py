@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llamakeep.errors import InvalidValue, TokenError, whole_number
 from llamakeep.modes import Mode
@@ -53,6 +53,8 @@ class Request:
         slot: Answer in this slot only, waiting for it if it is taken; None for any.
         wants_progress: Send `Progress` while the prompt is evaluated.
         label: A name for logs, such as the identifier of an HTTP request.
+        session: What its sender says that it belongs to.
+        body: The body that it was made of, only where texts may be kept to explain requests.
 
     Raises:
         TokenError: For an empty prompt, or one that is no list of tokens.
@@ -70,6 +72,8 @@ class Request:
     slot: int | None = None
     wants_progress: bool = False
     label: str = ""
+    session: str = ""
+    body: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, prompt: TokensLike, **options: object) -> Request:

@@ -93,7 +93,7 @@ class PromptKeeping:
         tier = ("ram" if restored else "live") if reused else "none"
         reason = f"new from token {reused} on" if reused else "no slot and no entry serves it"
         ms = (time.perf_counter() - begin) * 1e3
-        return Reuse(reused, int(known.size) - reused, tier, reason, ms)
+        return Reuse(reused, int(known.size) - reused, tier, reason, ms, shared_tokens=reused)
 
     def next_stop(self, slot_id: int, end: int) -> int:
         """Return where a batch must end; take a checkpoint where it starts, if one is due."""

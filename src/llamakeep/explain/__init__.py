@@ -11,6 +11,7 @@ from llamakeep.explain.divergence import Around
 from llamakeep.explain.elsewhere import kept_elsewhere
 from llamakeep.explain.explaining import explain
 from llamakeep.explain.explanation import Explanation
+from llamakeep.explain.history import History, Served
 from llamakeep.explain.kinds import ADVICE, CHURN, Kind
 from llamakeep.explain.log import explain_logged
 from llamakeep.explain.prompts import Given, Side
@@ -24,9 +25,11 @@ __all__ = [
     "Evicted",
     "Explanation",
     "Given",
+    "History",
     "Kind",
     "RecordLog",
     "Recorded",
+    "Served",
     "Side",
     "explain",
     "explain_logged",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.explain.divergence import NOWHERE, Around
-from llamakeep.explain.kinds import ADVICE, Kind
+from llamakeep.explain.kinds import ADVICE, MEANING, Kind
 
 _NUMBERS = (
     "char_index",
@@ -69,6 +69,10 @@ class Explanation:
     def advice(self) -> str:
         """What a user can do about it."""
         return ADVICE[self.kind]
+
+    def without_texts(self) -> Explanation:
+        """Return the same with nothing in it that prompts say."""
+        return replace(self, reason=MEANING.get(self.kind, self.reason), around=NOWHERE)
 
     def to_json(self) -> dict[str, Any]:
         """Return all that is known, ready for JSON."""

@@ -130,3 +130,18 @@ CHURN: Final = frozenset(
     }
 )
 """The kinds that a client causes, by sending what it sent before in another form."""
+
+MEANING: Final = MappingProxyType(
+    {
+        Kind.DATE: "a date or a time changed",
+        Kind.COUNTER: "a counter, a number or an id changed",
+        Kind.ORDER: "keys, tools or lines came in another order",
+        Kind.NUMBER_FORMAT: "a number was written otherwise",
+        Kind.WHITESPACE: "white space changed",
+        Kind.REASONING_REMOVED: "reasoning of an earlier turn was left out",
+        Kind.SYSTEM_CHANGED: "the system prompt changed",
+        Kind.TOOLS_CHANGED: "tools were added, removed or described otherwise",
+        Kind.COMPACTED: "earlier messages were dropped, emptied or replaced",
+    }
+)
+"""What a client did, in words that quote nothing of what it sent."""

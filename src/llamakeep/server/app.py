@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
-from llamakeep.server import cache, errors, native, openai, slots
+from llamakeep.server import cache, errors, explaining, native, openai, slots
 from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
@@ -62,6 +62,7 @@ def create_app(
         native.about(context, has_metrics=exposition is not None, template=template_source),
         slots.router(context),
         cache.router(context),
+        explaining.router(context),
     )
 
     @app.get("/metrics", tags=["llama-server"], responses=ERRORS, response_class=Response)

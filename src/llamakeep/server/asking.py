@@ -15,6 +15,7 @@ from llamakeep.server.prompts import Prompt, bias_of, check_slot
 from llamakeep.server.schema import AnswerFields
 
 _SEEDS = 1 << 32
+_MOST_SESSION_CHARS = 256
 _SAME_NAME = (
     "temperature",
     "top_k",
@@ -66,6 +67,15 @@ def mode_of(body: AnswerFields) -> Mode:
     return Mode.WRITE if body.cache_prompt is False else Mode.ON
 
 
+def session_of(body: AnswerFields) -> str:
+    """Return what a client says that its request belongs to, or ""."""
+    for name in ("prompt_cache_key", "safety_identifier", "user"):
+        value = getattr(body, name, None)
+        if isinstance(value, str) and value:
+            return value[:_MOST_SESSION_CHARS]
+    return ""
+
+
 def requests_of(
     context: Context,
     body: AnswerFields,
@@ -92,6 +102,7 @@ def requests_of(
             param="n",
         )
     slot = check_slot(body.id_slot, context.engine.n_slots)
+    sent = body.model_dump(exclude_unset=True) if context.options.explain_texts else None
     limit = body.limit(max_tokens)
     result: list[Request] = []
     for prompt in prompts:
@@ -112,6 +123,8 @@ def requests_of(
                     slot=slot,
                     wants_progress=bool(body.stream and body.return_progress),
                     label=label,
+                    session=session_of(body),
+                    body=sent,
                 )
             )
     return result

@@ -34,6 +34,7 @@ class ServerOptions:
         backlog: Updates that wait for a slow client at most; then it is cut off.
         inline_chars: Prompts up to about this length are tokenized in the event loop, longer ones
             in a thread; and so for what is written. 2048 take 1 to 3 ms.
+        explain_texts: Keep what clients send, and quote it where a request is explained.
         build: Which build answers, for `system_fingerprint` and `/props`.
     """
 
@@ -51,6 +52,7 @@ class ServerOptions:
     stall_s: float = 60.0
     backlog: int = 8192
     inline_chars: int = 2048
+    explain_texts: bool = False
     build: str = "b0-llamakeep"
 
 

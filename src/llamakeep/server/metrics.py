@@ -45,6 +45,8 @@ ENDPOINTS = (
     "/health",
     "/metrics",
     "/cache",
+    "/explain",
+    "/explain/{id}",
     "/docs",
     "/openapi.json",
 )
@@ -65,6 +67,7 @@ _REFUSALS: dict[type[LlamakeepError], str] = {
 }
 _REFUSED_BY = {401: "no_key", 413: "too_large"}
 _SLOT = re.compile(r"/slots/[^/]*")
+_EXPLAINED = re.compile(r"/explain/[^/]*")
 _KIND = re.compile(r"[a-z_]{1,40}")
 _MOST_KINDS = 32
 _RECENT = 32
@@ -77,6 +80,8 @@ def endpoint_of(path: str) -> str:
     path = _ALIASES.get(path, path)
     if _SLOT.fullmatch(path):
         return "/slots/{id}"
+    if _EXPLAINED.fullmatch(path):
+        return "/explain/{id}"
     return path if path in ENDPOINTS else OTHER
 
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,10 +31,12 @@ from typing import Any, TypeAlias
 import uvicorn
 
 from llamakeep.errors import InvalidValue
+from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
 from llamakeep.server.context import ServerOptions
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
+from llamakeep.server.recording import Recorder
 from llamakeep.server.settings import ServerSettings
 from llamakeep.server.sse import ABORT
 
@@ -157,6 +160,9 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
             )
         metrics = Metrics(engine.stats, engine.settle)
         engine.observers.add(metrics)
+        if settings.record is not None:
+            log = RecordLog(settings.record, clock=time.time, with_texts=settings.explain_texts)
+            engine.observers.add(Recorder(engine, log))
         engine.observers.add(RequestLog(progress=sys.stderr.isatty()))
         template = template_of(settings, engine.vocab)
         app = create_app(
@@ -205,6 +211,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         slot_save_path=settings.slot_save_path,
         slots=settings.slots,
         stall_s=settings.timeout_s,
+        explain_texts=settings.explain_texts,
     )
 
 

@@ -275,6 +275,25 @@ class ServerSettings:
             "Share without a secret: whoever can write to that server can forge states.",
         ),
     )
+    record: Path | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--record",
+            FILE,
+            "Append a line for each request to this file, hashes and figures: llamakeep explain "
+            "reads it.",
+        ),
+    )
+    explain_texts: bool = field(
+        default=False,
+        metadata=option(
+            ANSWERS,
+            "--explain-texts",
+            SWITCH,
+            "Keep what clients send, quote it in explanations, and write it into --record.",
+        ),
+    )
     policy: str = field(
         default="",
         metadata=option(

@@ -1,0 +1,223 @@
+"""Why a request was read again, told by an engine that has seen those before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llamakeep.engine import Record, Request
+from llamakeep.explain import Explanation, History, Kind, RecordLog, Served, explain_logged
+from llamakeep.modes import Mode
+from llamakeep.server.recording import Recorder
+from llamakeep.states import Reuse
+from llamakeep.tokens import as_tokens
+from tests.engine_tools import ask, engine_of, join, span
+from tests.server_tools import served as serving_fake
+
+FAMILIES = ["attention", "swa", "recurrent", "hybrid", "hybrid_swa"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_request_shares_and_with_which_one(family: str) -> None:
+    with engine_of(family, n_seqs=2) as engine:
+        first = ask(engine, span(200, 1), 4, label="first")
+        first.wait()
+        turn = join(span(200, 1), first.tokens, span(30, 2))
+        ask(engine, turn, 4, label="second").wait()
+        ask(engine, span(60, 3), 2, label="other").wait()
+        found = engine.explain("second")
+        assert found is not None
+        assert (found.kind, found.token_index) == (Kind.NEW_TEXT, 204)
+        assert (found.request_id, found.before_id) == ("second", "first")
+        assert found.reused_tokens is not None
+        assert found.reused_tokens + (found.evaluated_tokens or 0) == turn.size
+        last = engine.explain()
+        assert last is not None
+        assert (last.request_id, last.kind) == ("other", Kind.FIRST_SEEN)
+        assert engine.explain("nobody") is None
+
+
+def test_what_was_evicted_is_told_with_the_policy_and_the_price() -> None:
+    with engine_of(n_seqs=1, capacity_bytes=12_000) as engine:
+        ask(engine, span(300, 1), 1, label="first").wait()
+        for seed in range(2, 12):
+            ask(engine, span(300, seed), 1).wait()
+        ask(engine, join(span(300, 1), span(10, 99)), 1, label="again").wait()
+        assert engine.stats()["evicted_segments"] > 0
+        found = engine.explain("again")
+        assert found is not None
+        assert (found.kind, found.policy) == (Kind.EVICTED, "lru")
+        assert found.lost_tokens == 300 - (found.reused_tokens or 0)
+        assert "--cache-ram" in found.advice
+
+
+def test_without_a_cache_nothing_was_evicted() -> None:
+    with engine_of(n_seqs=1, capacity_bytes=0) as engine:
+        ask(engine, span(300, 1), 1).wait()
+        ask(engine, span(300, 2), 1).wait()
+        ask(engine, span(300, 1), 1, label="again").wait()
+        found = engine.explain("again")
+        assert found is not None
+        assert found.kind is not Kind.EVICTED
+
+
+@pytest.mark.parametrize("family", ["recurrent", "hybrid"])
+def test_where_a_checkpoint_is_missing_the_nearest_is_told(family: str) -> None:
+    with engine_of(family, n_seqs=1) as engine:
+        ask(engine, span(700, 1), 1, label="first").wait()
+        ask(engine, join(span(700, 1)[:333], span(50, 2)), 1, label="edit").wait()
+        found = engine.explain("edit")
+        assert found is not None
+        assert found.kind is Kind.NO_CHECKPOINT
+        assert found.token_index == 333
+        assert found.nearest_checkpoint == (found.reused_tokens or None)
+
+
+def test_another_salt_is_told() -> None:
+    with engine_of(n_seqs=2) as engine:
+        ask(engine, span(100, 1), 1, salt="a").wait()
+        ask(engine, span(100, 1), 1, salt="b", label="same").wait()
+        ask(engine, span(100, 2), 1, salt="b", label="else").wait()
+        same, other = engine.explain("same"), engine.explain("else")
+        assert same is not None
+        assert other is not None
+        assert (same.kind, other.kind) == (Kind.SALT, Kind.FIRST_SEEN)
+
+
+@pytest.mark.parametrize("mode", [Mode.READ, Mode.OFF])
+def test_what_may_leave_nothing_behind_is_not_remembered(mode: Mode) -> None:
+    with engine_of(n_seqs=1) as engine:
+        ask(engine, span(100, 1), 1, mode=mode, label="private").wait()
+        served = engine.history.find("private")
+        assert served is not None
+        assert served.tokens.size == 0
+        assert served.n_prompt == 100
+        ask(engine, span(100, 1), 1, label="public").wait()
+        found = engine.explain("public")
+        assert found is not None
+        assert found.kind is Kind.FIRST_SEEN
+        assert engine.explain("private") is not None
+
+
+def test_who_forgets_what_is_kept_forgets_this_too() -> None:
+    with engine_of() as engine:
+        ask(engine, span(100, 1), 1).wait()
+        assert engine.explain() is not None
+        engine.clear_cache()
+        assert engine.explain() is None
+
+
+def made(number: int, n_tokens: int) -> Served:
+    tokens = as_tokens(range(number, number + n_tokens))
+    return Served(number, "", b"n", tokens, n_tokens, Reuse(0, n_tokens, "none", ""))
+
+
+def test_a_history_is_bounded_in_tokens_and_requests() -> None:
+    history = History(capacity_tokens=1000)
+    for number in range(1, 30):
+        history.add(made(number, 90))
+    known = [number for number in range(1, 30) if history.find(number) is not None]
+    assert known == list(range(19, 30))
+    history.add(made(30, 2000))
+    assert history.find() is None, "what is larger than all of it is not held"
+    for number in range(40, 400):
+        history.add(made(number, 1))
+    assert [number for number in (299, 300, 399) if history.find(number)] == [300, 399]
+
+
+# -- over HTTP -------------------------------------------------------------------------------------
+TALK = "You are helpful. Today is 2026-03-01, a Sunday. Be brief, and answer in English only. "
+SECRET = "what nobody else may read"
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_server_explains_and_quotes_only_where_it_may(texts: bool) -> None:
+    with serving_fake(explain_texts=texts) as server:
+        for text in (TALK, TALK.replace("03-01", "03-02")):
+            body = {"messages": [{"role": "system", "content": text + SECRET}], "max_tokens": 2}
+            answer = server.post("/v1/chat/completions", body).json()
+        response = server.client.get("/explain")
+        found = Explanation.from_json(response.json())
+        assert found.kind is Kind.DATE
+        assert found.request_id == answer["id"]
+        assert (SECRET[:12] in response.text or "2026-03-0" in response.text) is texts
+        one = server.client.get(f"/explain/{answer['id']}")
+        assert one.json() == response.json()
+        missing = server.client.get("/explain/nobody")
+        assert missing.status_code == 404
+        assert "nobody" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_what_is_recorded_can_be_explained_and_says_no_more_than_it_may(
+    texts: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RecordLog(path, clock=lambda: 7.0, with_texts=texts)
+    with engine_of(n_seqs=1) as engine:
+        engine.observers.add(Recorder(engine, log))
+        first = ask(engine, span(200, 1), 4, label="first", session="me")
+        first.wait()
+        ask(engine, join(span(200, 1)[:150], span(90, 2)), 4, label="second").wait()
+        ask(engine, span(50, 3), 1, label="private", mode=Mode.OFF).wait()
+        engine.settle()
+        live = engine.explain("second")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["first", "second"]
+    assert lines[1]["reused_tokens"] == 144
+    assert [("tokens" in line, "text" in line) for line in lines] == [(texts, texts)] * 2
+    assert ("me" in json.dumps(lines[0])) is texts
+    assert live is not None
+    assert live.token_index == 150
+    found = explain_logged(path)
+    assert found.request_id == "second"
+    assert found.before_id == "first"
+    assert found.token_index is not None
+    assert found.token_range is not None
+    assert found.token_index <= 150 < found.token_index + found.token_range
+
+
+class Broken(RecordLog):
+    """A log on a full disk."""
+
+    def _write(self, data: bytes) -> None:
+        from llamakeep.errors import StoreError
+
+        raise StoreError("cannot write: No space left on device")
+
+
+def test_a_log_that_is_full_ends_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of() as engine:
+        recorder = Recorder(engine, Broken(tmp_path / "x", clock=lambda: 0.0))
+        engine.observers.add(recorder)
+        for _ in range(3):
+            ask(engine, span(20, 1), 1).wait()
+        engine.settle()
+        assert recorder.n_lost == 3
+    assert caplog.text.count("requests are not recorded any more") == 1
+
+
+def test_a_request_knows_its_session_and_its_body() -> None:
+    with serving_fake(explain_texts=True) as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "user": "me"}
+        server.post("/v1/chat/completions", body)
+        served = server.engine.history.find()
+        assert served is not None
+        assert (served.session, served.body) == ("me", body)
+
+
+def test_records_and_history_agree() -> None:
+    with engine_of() as engine:
+        ask(engine, span(40, 1), 1, label="a").wait()
+        (record,) = engine.recent()
+        served = engine.history.find(record.id)
+        assert isinstance(record, Record)
+        assert served is not None
+        assert served.label == record.label
+        assert served.reuse is not None
+        assert served.reuse.reason == record.reason
+        assert isinstance(Request.of([1]).body, type(None))
