@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import llamakeep
 from llamakeep.engine import Record, Request
 from llamakeep.explain import Explanation, History, Kind, RecordLog, Served, explain_logged
 from llamakeep.modes import Mode
@@ -16,7 +20,7 @@ from llamakeep.tokens import as_tokens
 from tests.engine_tools import ask, engine_of, join, span
 from tests.server_tools import served as serving_fake
 
-FAMILIES = ["attention", "swa", "recurrent", "hybrid", "hybrid_swa"]
+FAMILIES = ["attention", "swa", "recurrent", "hybrid", "hybrid-swa"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,7 +162,7 @@ def test_what_is_recorded_can_be_explained_and_says_no_more_than_it_may(
     log = RecordLog(path, clock=lambda: 7.0, with_texts=texts)
     with engine_of(n_seqs=1) as engine:
         engine.observers.add(Recorder(engine, log))
-        first = ask(engine, span(200, 1), 4, label="first", session="me")
+        first = ask(engine, span(200, 1), 4, label="first", session="session-of-mine")
         first.wait()
         ask(engine, join(span(200, 1)[:150], span(90, 2)), 4, label="second").wait()
         ask(engine, span(50, 3), 1, label="private", mode=Mode.OFF).wait()
@@ -168,7 +172,7 @@ def test_what_is_recorded_can_be_explained_and_says_no_more_than_it_may(
     assert [line["id"] for line in lines] == ["first", "second"]
     assert lines[1]["reused_tokens"] == 144
     assert [("tokens" in line, "text" in line) for line in lines] == [(texts, texts)] * 2
-    assert ("me" in json.dumps(lines[0])) is texts
+    assert ("session-of-mine" in json.dumps(lines[0])) is texts
     assert live is not None
     assert live.token_index == 150
     found = explain_logged(path)
@@ -221,3 +225,32 @@ def test_records_and_history_agree() -> None:
         assert served.reuse is not None
         assert served.reuse.reason == record.reason
         assert isinstance(Request.of([1]).body, type(None))
+
+
+# -- a Llama with a keeper -------------------------------------------------------------------------
+def test_a_keeper_explains_its_requests(family: str, tiny_llama: Callable[..., Any]) -> None:
+    llm = tiny_llama(family)
+    keeper = llamakeep.attach(llm)
+    try:
+        prompt = [token + 300 for token in range(120)]
+        answer = list(islice(llm.generate(prompt, top_k=1), 5))
+        for turn in ([*prompt, *answer, *range(700, 740)], list(range(900, 950))):
+            assert len(list(islice(llm.generate(turn, top_k=1), 2))) == 2
+        first, second, third = (keeper.explain(number) for number in (1, 2, 3))
+        assert first is not None
+        assert second is not None
+        assert third == keeper.explain()
+        assert third is not None
+        assert [each.kind for each in (first, second, third)] == [
+            Kind.FIRST_SEEN,
+            Kind.NEW_TEXT,
+            Kind.FIRST_SEEN,
+        ]
+        assert second.before_id == "1"
+        assert second.token_index is not None
+        assert second.token_index >= 124
+        assert keeper.explain(4) is None
+        keeper.clear()
+        assert keeper.explain() is None
+    finally:
+        keeper.detach()

@@ -32,7 +32,7 @@ from llamakeep.errors import (
     KeeperClosed,
     whole_number,
 )
-from llamakeep.explain import kept_elsewhere
+from llamakeep.explain import Explanation, History, Served, kept_elsewhere
 from llamakeep.fingerprint import Namespace, read_adapters
 from llamakeep.modelfile import inspect_file
 from llamakeep.modes import Mode, current_mode
@@ -112,6 +112,11 @@ class Keeper:
         self._warned_cache = False
         self._attached = True
         self._totals = {"requests": 0, "reused_tokens": 0, "evaluated_tokens": 0}
+        self._history = History(
+            policy=tree.policy.name if tree.store.capacity_bytes else "",
+            rolling=runtime.traits.rolling,
+            align=sequence.align,
+        )
 
     def __repr__(self) -> str:
         state = "" if self._attached else " detached"
@@ -153,6 +158,21 @@ class Keeper:
             "below": tree.store.stats(),
         }
 
+    def explain(self, request: int | None = None) -> Explanation | None:
+        """Say why the rest of a prompt was evaluated; None for a request that is forgotten.
+
+        The last 100 prompts are remembered, while the keeper lives and is not cleared. From any
+        thread; costs some milliseconds for a long prompt.
+
+        Args:
+            request: Number of a request, the first one being 1; the last one if None.
+        """
+        served = self._history.find(request)
+        if served is None:
+            return None
+        vocab = self._runtime.vocab if self._attached else None
+        return self._history.explain(served, vocab, salts=True)
+
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt, most recently used first: JSON-ready.
 
@@ -179,6 +199,7 @@ class Keeper:
         """
         with self._turn(own=True) as llm:
             self._tree.clear()
+            self._history.clear()
             self._clear_context(llm)
             self._tree.store.forget_namespaces(list(self._introduced))
 
@@ -598,6 +619,7 @@ class Keeper:
     def _resume(self, llm: Any, prompt: IntArray) -> int:
         """Bring the context to the deepest reachable prefix of `prompt`; return its length."""
         rolling = self._runtime.traits.rolling and self._in_chat
+        self._history.extend(self._sequence.live.tokens)
         reuse = self._sequence.resume(
             prompt,
             user_starts=find_starts(prompt, self._delimiter(llm)) if rolling else (),
@@ -609,7 +631,23 @@ class Keeper:
             elsewhere = kept_elsewhere(self._tree.store.below, self._namespace, prompt)
             reuse = replace(reuse, reason=elsewhere or FIRST_TIME)
         self._note(reuse)
+        self._remember(prompt, reuse)
         return reuse.reused_tokens
+
+    def _remember(self, prompt: IntArray, reuse: Reuse) -> None:
+        """Note a request to be explained, with its tokens only if they may be kept."""
+        keeps = self._mode.writes
+        self._history.add(
+            Served(
+                id=self._totals["requests"],
+                label="",
+                namespace=self._namespace.digest,
+                tokens=prompt.copy() if keeps else prompt[:0].copy(),
+                n_prompt=int(prompt.size),
+                reuse=reuse,
+                keeps=keeps,
+            )
+        )
 
     def _note(self, reuse: Reuse) -> None:
         self.last = self._served = reuse

@@ -119,6 +119,11 @@ class KeptSequence:
         return self._shared_tree
 
     @property
+    def align(self) -> int:
+        """Prompts are resumed at multiples of this."""
+        return self._align
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that the sequence's checkpoint occupies in buffers of the context."""
         return self._device.device_bytes if self._device is not None else 0

@@ -298,12 +298,13 @@ class Engine:
 
         Args:
             request: Number or label of one of the last requests; the last one if None.
-            texts: Show what the texts are where two prompts part.
+            texts: Quote both texts where two prompts part, and tell of other salts: for who may
+                know what all tenants say.
         """
         served = self.history.find(request)
         if served is None:
             return None
-        found = self.history.explain(served, self.vocab)
+        found = self.history.explain(served, self.vocab, salts=texts)
         return found if texts else found.without_texts()
 
     def entries(self) -> list[dict[str, Any]]:

@@ -43,6 +43,11 @@ def block_ids(
     return tuple(ids)
 
 
+def pseudonym(name: str, *, key: bytes) -> str:
+    """Return what stands for a name in a log: the same for the same one, of one key."""
+    return blake3(b"llamakeep record name\0" + name.encode(), key=key).hexdigest(8)
+
+
 def key_id(key: bytes) -> str:
     """Return what tells a key from others, and from which it cannot be computed."""
     return blake3(key, derive_key_context="llamakeep record, which key, version 1").hexdigest(4)

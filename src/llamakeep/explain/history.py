@@ -99,6 +99,16 @@ class History:
             ):
                 self._n_tokens -= int(self._served.popleft().tokens.size)
 
+    def extend(self, tokens: IntArray) -> None:
+        """Note what the last request has become: its prompt, and the answer behind it."""
+        with self._lock:
+            last = self._served[-1] if self._served else None
+            if last is None or not last.keeps or tokens.size <= last.tokens.size:
+                return
+            if common_prefix(last.tokens, tokens) == last.tokens.size:
+                self._n_tokens += int(tokens.size - last.tokens.size)
+                self._served[-1] = replace(last, tokens=tokens.copy())
+
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:
@@ -116,19 +126,22 @@ class History:
                 return served
         return None
 
-    def explain(self, served: Served, vocab: Vocab | None = None) -> Explanation:
+    def explain(
+        self, served: Served, vocab: Vocab | None = None, *, salts: bool = False
+    ) -> Explanation:
         """Say why the rest of a request's prompt was evaluated.
 
         Args:
             served: The request.
             vocab: Of the model, to compare texts and not only tokens.
+            salts: Say that it was sent with another salt before: not to who may not know that.
         """
         before, _ = self._best(served, same=True)
         found = explain(
             None if before is None else Side(before.tokens, before.text, before.body),
             Side(served.prompt, served.text, served.body),
             vocab=vocab,
-            circumstances=self.circumstances(served),
+            circumstances=self.circumstances(served, salts=salts),
         )
         return replace(
             found,
@@ -136,18 +149,15 @@ class History:
             before_id="" if before is None else before.label or str(before.id),
         )
 
-    def circumstances(self, served: Served) -> Circumstances:
-        """Return what is known of a request beside its text."""
+    def circumstances(self, served: Served, *, salts: bool = False) -> Circumstances:
+        """Return what is known of a request beside its text; for `salts` see `explain`."""
         reuse, n_prompt = served.reuse, served.n_prompt
         if reuse is None:
             return Circumstances(prompt_tokens=n_prompt, slack_tokens=self._slack)
         before, seen = self._best(served, same=True)
         shared = max(reuse.shared_tokens, reuse.reused_tokens)
-        known = Circumstances(
-            prompt_tokens=n_prompt,
-            reused_tokens=reuse.reused_tokens,
-            tier=reuse.tier,
-            reason=reuse.reason,
+        known = Circumstances.of(
+            reuse,
             shared_tokens=shared,
             stored_tokens=None if before is None or seen != shared else int(before.tokens.size),
             rolling=self._rolling,
@@ -157,7 +167,7 @@ class History:
         kept = self._kept(served)
         if self._policy and kept > shared + self._slack:
             known = replace(known, evicted=Evicted(self._policy, kept))
-        if not shared:
+        if salts and not shared:
             known = replace(known, namespaces=self._under_another_salt(served))
         return known
 

@@ -193,7 +193,7 @@ class _Pair:
             same_conversation = self.after.is_system or (
                 self.after.role == "assistant" or self.is_resumed
             )
-            is_new = self.is_new or not same_conversation
+            is_new = (self.is_new and not self.after.is_system) or not same_conversation
             found = _json_texts(one, other) or classify(
                 one, other, at, NEW_MESSAGE if is_new else SURE
             )

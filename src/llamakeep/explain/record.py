@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llamakeep.errors import InvalidValue, StoreError, whole_number
-from llamakeep.explain.blocks import BLOCK_TOKENS, KEY_BYTES, block_ids, key_id, read_key
+from llamakeep.explain.blocks import BLOCK_TOKENS, KEY_BYTES, block_ids, key_id, pseudonym, read_key
 from llamakeep.explain.circumstances import Circumstances
 from llamakeep.tokens import IntArray, as_tokens
 
@@ -241,7 +241,8 @@ class RecordLog:
             tokens: The prompt.
             namespace: Digest of its namespace.
             request_id: Its name.
-            session_id: What its sender says that it belongs to.
+            session_id: What its sender says that it belongs to; a keyed hash of it is written,
+                unless texts are recorded.
             output_tokens: Tokens of the answer.
             circumstances: How it was served.
             text: The prompt's text; left out unless texts are recorded.
@@ -250,6 +251,8 @@ class RecordLog:
             StoreError: When it cannot be written, or the log is closed.
         """
         size, n_tokens = self._block_tokens, int(tokens.size)
+        if session_id and not self.with_texts:
+            session_id = pseudonym(session_id, key=self._key)
         known = circumstances or Circumstances()
         line = Recorded(
             round(self._clock(), 6),
