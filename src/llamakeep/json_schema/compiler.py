@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from llamakeep.errors import GrammarError
-from llamakeep.json_schema.flat import TYPES, Flat, Node, Nothing, fail
+from llamakeep.json_schema.flat import TYPES, Budget, Flat, Node, Nothing, fail
 from llamakeep.json_schema.numbers import Bound, between, whole_between
 from llamakeep.json_schema.pattern import pattern_rule
 from llamakeep.json_schema.rules import Rules, literal
@@ -56,7 +56,7 @@ class Compiler:
         self._root = Node(schema, where)
         self._known: dict[tuple[str, ...], str] = {}
         self._depth = 0
-        self._n_schemas = 0
+        self._budget = Budget(MOST_SCHEMAS)
         self._here = where
 
     def compile(self) -> str:
@@ -84,16 +84,13 @@ class Compiler:
             return known
         where = nodes[0].where
         self._depth += 1
-        self._n_schemas += 1
         if self._depth > MOST_DEPTH:
             fail(where, f"schemas are nested deeper than {MOST_DEPTH}")
-        if self._n_schemas > MOST_SCHEMAS:
-            fail(where, f"the schema leads to more than {MOST_SCHEMAS:,} schemas")
         name = self._rules.reserve(where.rpartition(".")[2])
         self._known[key] = name
         self._here = where
         try:
-            flat = Flat(where)
+            flat = Flat(where, self._budget)
             for node in nodes:
                 flat.add(node, self._root)
             self._rules.define(name, self._body(flat))
@@ -135,14 +132,10 @@ class Compiler:
         return " | ".join(parts)
 
     def _one_of(self, flat: Flat) -> str:
-        first, *rest = flat.choices
+        rest, options = flat.choose()
         parts, nothing = [], None
-        for node in first:
-            self._n_schemas += 1
-            if self._n_schemas > MOST_SCHEMAS:
-                fail(node.where, f"the schema leads to more than {MOST_SCHEMAS:,} schemas")
-            option = flat.copy()
-            option.choices = list(rest)
+        for node in options:
+            option = rest.copy()
             try:
                 option.add(node, self._root)
                 body = self._body(option)

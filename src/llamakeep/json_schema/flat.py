@@ -14,6 +14,9 @@ from llamakeep.json_schema.numbers import MOST_DIGITS, Bound
 
 TYPES: Final = ("object", "array", "string", "number", "boolean", "null")
 
+_MOST_COMPARED: Final = 100_000
+"""Pairs of values."""
+
 # What these mean no grammar can hold, unless their value asks for nothing.
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "not": (False,),
@@ -54,6 +57,27 @@ class Nothing(Exception):
         self.where = where
 
 
+class Budget:
+    """Counts, and refuses what is too much.
+
+    Args:
+        most: How many schemas may be looked at, each as often as it is used.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def spend(self, where: str) -> None:
+        """Count one.
+
+        Raises:
+            GrammarError: When it was one too many.
+        """
+        self._left -= 1
+        if self._left < 0:
+            fail(where, f"the schema leads to more than {self._most:,} schemas")
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A schema and the path to it."""
@@ -88,6 +112,7 @@ class Flat:
         whole: A number must be whole.
         values: The only values; None for any.
         choices: Of each list, one schema must be satisfied, too.
+        chosen: The paths to the lists of which one was, or is still to be.
         properties: The schemas of each.
         required: Those that must be there, with the path to where that is said.
         others: For each schema that limits other properties: those it names, and what others are.
@@ -99,13 +124,16 @@ class Flat:
         n_chars: Length of a text.
         pattern: What it matches, and the path to that.
         format: Of a text.
+        budget: Counts the schemas that were looked at.
     """
 
     where: str
+    budget: Budget
     types: tuple[str, ...] = TYPES
     whole: bool = False
     values: list[Any] | None = None
     choices: list[list[Node]] = field(default_factory=list)
+    chosen: dict[str, bool] = field(default_factory=dict)
     properties: dict[str, list[Node]] = field(default_factory=dict)
     required: dict[str, str] = field(default_factory=dict)
     others: list[tuple[frozenset[str], Node]] = field(default_factory=list)
@@ -124,7 +152,7 @@ class Flat:
         return copy.copy(self)._own()
 
     def _own(self) -> Flat:
-        for name in ("choices", "required", "others", "tuples"):
+        for name in ("choices", "chosen", "required", "others", "tuples"):
             setattr(self, name, copy.copy(getattr(self, name)))
         self.properties = {name: list(nodes) for name, nodes in self.properties.items()}
         return self
@@ -144,6 +172,7 @@ class Flat:
             Nothing: When no value is left.
         """
         schema = node.schema
+        self.budget.spend(node.where)
         if node.where in trail:
             fail(node.where, "refers to itself and to nothing else")
         trail = (*trail, node.where)
@@ -170,8 +199,23 @@ class Flat:
             self.add(node.child("allOf", index), root, trail)
         for name in ("anyOf", "oneOf"):
             if name in schema:
-                n = len(_list(node, name))
-                self.choices.append([node.child(name, index) for index in range(n)])
+                self._add_choices(node, name)
+
+    def _add_choices(self, node: Node, name: str) -> None:
+        where = node.at(name)
+        options = [node.child(name, index) for index in range(len(_list(node, name)))]
+        if self.chosen.get(where):
+            fail(where, "comes back to itself and asks for nothing else")
+        if where not in self.chosen:  # to satisfy one of a list twice is to do it once
+            self.chosen[where] = False
+            self.choices.append(options)
+
+    def choose(self) -> tuple[Flat, list[Node]]:
+        """Return what is demanded besides the first list of choices, and that list."""
+        rest = self.copy()
+        options = rest.choices.pop(0)
+        rest.chosen[options[0].where.rpartition(".")[0]] = True
+        return rest, options
 
     def _add_types(self, node: Node) -> None:
         schema = node.schema
@@ -213,6 +257,8 @@ class Flat:
         for values in given:
             if self.values is None:
                 self.values = list(values)
+            elif len(self.values) * len(values) > _MOST_COMPARED:
+                fail(node.where, "two lists of values are too long to be compared")
             else:
                 self.values = [each for each in self.values if any(same(each, v) for v in values)]
 

@@ -174,7 +174,7 @@ def _escaped(text: str) -> str:
 
 
 def _class_char(code: int) -> str:
-    if code < 0x7F and chr(code).isalnum():
+    if 0x20 <= code < 0x7F and chr(code) not in '^-[]\\"':
         return chr(code)
     if code <= 0xFF:
         return f"\\x{code:02X}"
