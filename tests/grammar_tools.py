@@ -8,6 +8,7 @@ from typing import Any
 from llamakeep.gbnf.parsing import parse
 from llamakeep.gbnf.rules import Chars, Grammar, Ref
 
+_FAR = 1 << 40
 _ALPHABET = "abcXYZ019 _-.,:/\\\"'\täß€漢😀"
 
 
@@ -33,7 +34,9 @@ class _Walk:
                 found.append(self._char(element))
                 continue
             assert isinstance(element, Ref)
-            alternatives = self._grammar.rules[element.rule]
+            alternatives = [
+                each for each in self._grammar.rules[element.rule] if self._cost(each) < _FAR
+            ]
             if size > 0:
                 chosen = self._rng.choice(alternatives)
             else:
@@ -55,8 +58,7 @@ class _Walk:
 
 def _shortest(grammar: Grammar) -> list[int]:
     """The least number of steps of each rule."""
-    far = 1 << 40
-    cost = [far] * len(grammar.rules)
+    cost = [_FAR] * len(grammar.rules)
     changed = True
     while changed:
         changed = False

@@ -139,6 +139,8 @@ def test_what_matters_of_a_grammar_is_kept() -> None:
         ("", 7, True),
     ]
     assert found.excludes_letters
+    assert found.ends
+    assert not check_grammar('root ::= "x" root').ends
     assert not check_grammar('root ::= [^a-z"] [ä]').excludes_letters
 
 

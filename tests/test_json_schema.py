@@ -374,6 +374,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
         "properties.property-[0-9]+",
         "more than 262,144 characters",
     ),
+    "endless": (properties(a={"$ref": "#"}) | {"required": ["a"]}, "", "without an end"),
     "ambiguous": (
         {
             "anyOf": [

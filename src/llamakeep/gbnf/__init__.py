@@ -19,7 +19,7 @@ from typing import Final
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf.growth import check_growth
 from llamakeep.gbnf.parsing import parse
-from llamakeep.gbnf.recursion import check_left
+from llamakeep.gbnf.recursion import check_left, ends
 from llamakeep.gbnf.rules import Chars, Grammar, Token
 
 __all__ = ["MOST_CHARS", "CheckedGrammar", "check_grammar"]
@@ -40,12 +40,14 @@ class CheckedGrammar:
         literals: Every text that stands in quotes, with NUL between them.
         tokens: Every token that is named.
         excludes_letters: Some class of characters is all but one beyond ASCII.
+        ends: Some text matches; else an answer goes on to its limit.
     """
 
     text: str
     literals: str
     tokens: tuple[Token, ...]
     excludes_letters: bool
+    ends: bool
 
 
 def check_grammar(text: str) -> CheckedGrammar:
@@ -66,7 +68,11 @@ def check_grammar(text: str) -> CheckedGrammar:
         check_left(grammar)
         check_growth(grammar)
         found = CheckedGrammar(
-            text, "\0".join(sorted(grammar.literals)), grammar.tokens, _excludes_letters(grammar)
+            text,
+            "\0".join(sorted(grammar.literals)),
+            grammar.tokens,
+            _excludes_letters(grammar),
+            ends(grammar),
         )
         _known.put(found)
     return found

@@ -23,7 +23,7 @@ def check_left(grammar: Grammar) -> None:
     Raises:
         GrammarError: With the name of a rule.
     """
-    empty = _may_be_empty(grammar)
+    empty = _settled(grammar, is_text=False)
     steps = [_first_rules(grammar, rule, empty) for rule in range(len(grammar.rules))]
     length: dict[int, int] = {}
     ways: dict[int, int] = {}
@@ -48,30 +48,35 @@ def _named(grammar: Grammar, rule: int) -> str:
     return repr(grammar.names[rule].partition("_")[0])
 
 
-def _may_be_empty(grammar: Grammar) -> list[bool]:
-    """Return of each rule whether it matches no text at all."""
+def ends(grammar: Grammar) -> bool:
+    """Whether some text matches: whether an answer can ever be complete."""
+    return _settled(grammar, is_text=True)[grammar.root]
+
+
+def _settled(grammar: Grammar, *, is_text: bool) -> list[bool]:
+    """Return of each rule whether it matches a text; the empty one, unless `is_text`."""
     waits: list[list[tuple[int, int]]] = [[] for _ in grammar.rules]
     missing: dict[tuple[int, int], int] = {}
-    empty = [False] * len(grammar.rules)
+    settled = [False] * len(grammar.rules)
     found: list[int] = []
     for rule, alternatives in enumerate(grammar.rules):
         for index, elements in enumerate(alternatives):
             refs = [each.rule for each in elements if isinstance(each, Ref)]
-            if len(refs) < len(elements):
+            if len(refs) < len(elements) and not is_text:
                 continue
             missing[rule, index] = len(refs)
             for ref in refs:
                 waits[ref].append((rule, index))
-            if not refs and not empty[rule]:
-                empty[rule] = True
+            if not refs and not settled[rule]:
+                settled[rule] = True
                 found.append(rule)
     while found:
         for rule, index in waits[found.pop()]:
             missing[rule, index] -= 1
-            if not missing[rule, index] and not empty[rule]:
-                empty[rule] = True
+            if not missing[rule, index] and not settled[rule]:
+                settled[rule] = True
                 found.append(rule)
-    return empty
+    return settled
 
 
 def _first_rules(grammar: Grammar, rule: int, empty: list[bool]) -> list[int]:

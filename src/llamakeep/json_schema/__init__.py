@@ -44,9 +44,11 @@ def compile_schema(schema: Any, where: str = "schema") -> str:
     rules = Rules()
     text = rules.text(add_schema(rules, schema, where))
     try:
-        check_grammar(text)
+        is_endless = not check_grammar(text).ends
     except GrammarError as error:
         raise GrammarError(f"'{where}': {error}", where=where) from None
+    if is_endless:
+        raise GrammarError(f"'{where}': only values without an end satisfy it", where=where)
     return text
 
 
