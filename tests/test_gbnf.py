@@ -99,6 +99,22 @@ BAD = {
         ),
         "too ambiguous: after 'x+'",
     ),
+    "doubles late": (
+        lines("root ::= " + '"' + "x" * 40 + '" s', 's ::= "a" s "y" | "a" s "z" | ""'),
+        "too ambiguous from 's' on: after 'a+'",
+    ),
+    "overlap": (
+        lines("root ::= s", 's ::= [a-c] s "y" | [0c-f] s "z" | [^a-b]'),
+        "too ambiguous: after 'c+'",
+    ),
+    "many that grow": (
+        lines(
+            "root ::= a0",
+            *(f'a{n} ::= "x" a{n + 1} "y" | "a{n}"' for n in range(4000)),
+            'a4000 ::= "z" a0 "z"',
+        ),
+        "4,001",
+    ),
     "in a row": ("root ::= " + "[a-z]* " * 900, "too ambiguous: at its begin"),
     "NUL": ('root ::= "\0"', "NUL cannot be"),
     "no Unicode": ('root ::= "\ud800"', "half of a surrogate pair"),

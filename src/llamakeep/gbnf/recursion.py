@@ -117,3 +117,52 @@ def _leaves_first(grammar: Grammar, steps: list[list[int]]) -> list[int]:
                 state[following] = 1
                 path.append((following, iter(steps[following])))
     return order
+
+
+def growing_rules(grammar: Grammar) -> set[int]:
+    """Return the rules that contain themselves with something behind: what follows them adds up."""
+    number = _components(grammar)
+    growing = {
+        number[rule]
+        for rule, alternatives in enumerate(grammar.rules)
+        for elements in alternatives
+        for element in elements[:-1]
+        if isinstance(element, Ref) and number[element.rule] == number[rule]
+    }
+    return {rule for rule in range(len(grammar.rules)) if number[rule] in growing}
+
+
+def _components(grammar: Grammar) -> list[int]:
+    """Return of each rule the number of its group: rules that contain one another (Tarjan)."""
+    steps = [
+        [each.rule for elements in alternatives for each in elements if isinstance(each, Ref)]
+        for alternatives in grammar.rules
+    ]
+    index = [-1] * len(steps)
+    low = [0] * len(steps)
+    group = [-1] * len(steps)
+    open_rules: list[int] = []
+    n_seen = 0
+    for start in range(len(steps)):
+        if index[start] >= 0:
+            continue
+        path = [(start, iter(steps[start]))]
+        while path:
+            rule, rest = path[-1]
+            if index[rule] < 0:
+                index[rule] = low[rule] = n_seen
+                n_seen += 1
+                open_rules.append(rule)
+            following = next(rest, None)
+            if following is None:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[rule])
+                if low[rule] == index[rule]:
+                    while group[rule] < 0:
+                        group[open_rules.pop()] = rule
+            elif index[following] < 0:
+                path.append((following, iter(steps[following])))
+            elif group[following] < 0:
+                low[rule] = min(low[rule], index[following])
+    return group
