@@ -101,6 +101,11 @@ GOOD: dict[str, Any] = {
     "reference": {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
     "to itself": properties(next={"anyOf": [{"$ref": "#"}, {"type": "null"}]})
     | {"required": ["next"]},
+    "from one to the next": {
+        "$defs": {f"t{n}": properties(next={"$ref": f"#/$defs/t{n + 1}"}) for n in range(400)}
+        | {"t400": {"type": "null"}},
+        "items": {"$ref": "#/$defs/t0"},
+    },
     "escaped reference": {
         "$defs": {"a/b~c d": {"type": "null"}},
         "items": {"$ref": "#/$defs/a~1b~0c%20d"},
@@ -362,8 +367,8 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "pattern and length": ({"pattern": "a", "maxLength": 3}, "pattern", "together with"),
     "deep": (deep(MOST_DEPTH + 1), "properties.a." * 127 + "properties.a", "deeper than 128"),
     "very deep": (deep(900), "properties.a." * 127 + "properties.a", "deeper than 128"),
-    "doubling": (doubling("allOf"), "$defs.a38.allOf.0", "more than 20,000 schemas"),
-    "doubling choices": (doubling("anyOf"), "$defs.a38.anyOf.0", "more than 20,000 schemas"),
+    "doubling": (doubling("allOf"), "$defs.a39", "more than 20,000 schemas"),
+    "doubling choices": (doubling("anyOf"), "$defs.a39", "more than 20,000 schemas"),
     "many values": (
         {"allOf": [{"enum": list(range(1000))}, {"enum": list(range(1000))}]},
         "allOf.1",

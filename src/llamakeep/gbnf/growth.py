@@ -26,6 +26,8 @@ _RUN: Final = 16
 """How often the same letter comes in a row; few tokens are longer."""
 _TRIED: Final = 3
 """Letters that are tried at each place."""
+_SURE: Final = 4
+"""If up to here no letter could be matched in two ways from a rule, other rules have to answer."""
 _CODES: Final = 64
 """Letters that are looked at, at each place."""
 _WORK: Final = 50_000
@@ -67,6 +69,8 @@ class _Walk:
         self._begin = begin
         name = grammar.names[begin].partition("_")[0]
         self._where = "" if begin == grammar.root else f" from {name!r} on"
+        self._is_inner = begin != grammar.root
+        self._has_choice = False
         self._text = ""
         self.work = 0
 
@@ -77,9 +81,11 @@ class _Walk:
             for index, elements in enumerate(self._rules[begin])
         )
         ways = self._advance(ways)
-        for _ in range(_LETTERS):
+        for n_letters in range(_LETTERS):
             tried = [(self._after(_once(ways), code), code) for code in self._letters(ways)]
             if not tried or self.work > _WORK:
+                return
+            if n_letters == _SURE and not self._has_choice and self._is_inner:
                 return
             ways, code = max(tried, key=lambda item: len(item[0]))
             self._text += chr(code)
@@ -106,6 +112,7 @@ class _Walk:
         some = {code for chars in heads for code in _letters(chars)}
         for code in sorted(some)[:_CODES]:
             codes[code] = sum(n for chars, n in heads.items() if chars.matches(code))
+            self._has_choice |= codes[code] > 1
         return [code for code, _ in codes.most_common(_TRIED)]
 
     def _top(self, stack: Stack) -> Chars | Token | Ref:

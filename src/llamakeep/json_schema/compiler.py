@@ -9,7 +9,16 @@ from decimal import Decimal
 from typing import Any, Final
 
 from llamakeep.errors import GrammarError
-from llamakeep.json_schema.flat import TYPES, Budget, Flat, Node, Nothing, fail
+from llamakeep.json_schema.flat import (
+    TYPES,
+    Budget,
+    Flat,
+    Node,
+    Nothing,
+    fail,
+    followed,
+    is_reference,
+)
 from llamakeep.json_schema.numbers import Bound, between, whole_between
 from llamakeep.json_schema.pattern import pattern_rule
 from llamakeep.json_schema.rules import Rules, literal
@@ -55,6 +64,7 @@ class Compiler:
         self._rules = rules
         self._root = Node(schema, where)
         self._known: dict[tuple[str, ...], str] = {}
+        self._later: list[tuple[str, list[Node]]] = []
         self._depth = 0
         self._budget = Budget(MOST_SCHEMAS)
         self._here = where
@@ -66,7 +76,11 @@ class Compiler:
             GrammarError: With the path to what is wrong.
         """
         try:
-            return self._rule([self._root])
+            name = self._rule([self._root])
+            while self._later:
+                later, nodes = self._later.pop()
+                self._define(later, nodes)
+            return name
         except Nothing as nothing:
             fail(nothing.where, "no value is left that satisfies the schema")
         except GrammarError as error:
@@ -78,28 +92,38 @@ class Compiler:
 
     def _rule(self, nodes: list[Node]) -> str:
         """Return the name of a rule for a value that satisfies some schemas."""
+        is_elsewhere = len(nodes) == 1 and is_reference(nodes[0])
+        if is_elsewhere:
+            nodes = [followed(self._root, nodes[0])]
         key = tuple(sorted({node.where for node in nodes}))
         known = self._known.get(key)
         if known is not None:
             return known
+        name = self._rules.reserve(nodes[0].where.rpartition(".")[2])
+        self._known[key] = name
+        if is_elsewhere:  # so that schemas which lead from one to the next are not nested
+            self._later.append((name, nodes))
+            return name
+        try:
+            self._define(name, nodes)
+        except Nothing:
+            del self._known[key]
+            raise
+        return name
+
+    def _define(self, name: str, nodes: list[Node]) -> None:
         where = nodes[0].where
         self._depth += 1
         if self._depth > MOST_DEPTH:
             fail(where, f"schemas are nested deeper than {MOST_DEPTH}")
-        name = self._rules.reserve(where.rpartition(".")[2])
-        self._known[key] = name
         self._here = where
         try:
             flat = Flat(where, self._budget)
             for node in nodes:
                 flat.add(node, self._root)
             self._rules.define(name, self._body(flat))
-        except Nothing:
-            del self._known[key]
-            raise
         finally:
             self._depth -= 1
-        return name
 
     def _optional(self, nodes: list[Node]) -> str | None:
         """Return the same; None where no value satisfies them."""

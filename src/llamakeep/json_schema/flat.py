@@ -33,6 +33,14 @@ _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
+_BESIDE: Final = {"$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title"} | {
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+}
 _OBJECT: Final = (
     "properties",
     "required",
@@ -350,6 +358,27 @@ def resolve(root: Node, node: Node) -> Node:
             fail(where, f"there is no {_shown(ref)}")
         found = found.child(key)
     return found
+
+
+def is_reference(node: Node) -> bool:
+    """Whether a schema is a reference, and says nothing else."""
+    schema = node.schema
+    return isinstance(schema, dict) and "$ref" in schema and not schema.keys() - _BESIDE
+
+
+def followed(root: Node, node: Node) -> Node:
+    """Return the schema that a reference means in the end.
+
+    Raises:
+        GrammarError: As `resolve`, and when it leads back to itself.
+    """
+    seen: set[str] = set()
+    while is_reference(node):
+        if node.where in seen:
+            fail(node.where, "refers to itself and to nothing else")
+        seen.add(node.where)
+        node = resolve(root, node)
+    return node
 
 
 def same(one: Any, other: Any) -> bool:
