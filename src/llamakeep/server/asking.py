@@ -11,8 +11,10 @@ from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.context import Context
 from llamakeep.server.errors import ApiError
+from llamakeep.server.grammars import shapes
 from llamakeep.server.prompts import Prompt, bias_of, check_slot
 from llamakeep.server.schema import AnswerFields
+from llamakeep.server.threads import size_of, soon
 
 _SEEDS = 1 << 32
 _MOST_SESSION_CHARS = 256
@@ -58,6 +60,30 @@ def sampling_of(body: AnswerFields, vocab: Vocab, defaults: Sampling) -> Samplin
     if body.logit_bias is not None:
         changes["logit_bias"] = bias_of(vocab, body.logit_bias)
     return replace(defaults, seed=seed_of(body.seed, defaults.seed), **changes)
+
+
+async def sampling_soon(context: Context, body: AnswerFields, defaults: Sampling) -> Sampling:
+    """Return how tokens are chosen, and by which grammar; what takes long is done in a thread.
+
+    Args:
+        context: What every endpoint needs.
+        body: What the client sent.
+        defaults: Where it says nothing.
+
+    Raises:
+        ApiError: For a `logit_bias`, grammar or schema that cannot be meant.
+    """
+    options, vocab = context.options, context.vocab
+
+    def read() -> Sampling:
+        sampling = sampling_of(body, vocab, defaults)
+        grammar = context.grammars.grammar_of(body, vocab)
+        return replace(sampling, grammar=grammar) if grammar else sampling
+
+    size = size_of(body.logit_bias, options.inline_chars)
+    if shapes(body):  # the first one looks at all tokens
+        size = options.inline_chars + 1
+    return await soon(options, size, read)
 
 
 def mode_of(body: AnswerFields) -> Mode:

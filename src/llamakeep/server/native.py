@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import requests_of, sampling_of
+from llamakeep.server.asking import requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -61,15 +61,9 @@ def completions(context: Context) -> APIRouter:
         """Continue one prompt, or each of several."""
         constraints.refuse(body.model_extra)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
-        size = size_of([body.prompt, body.logit_bias], options.inline_chars)
-        prompts, sampling = await soon(
-            options,
-            size,
-            lambda: (
-                _prompts(context, body),
-                sampling_of(body, context.vocab, options.sampling),
-            ),
-        )
+        sampling = await sampling_soon(context, body, options.sampling)
+        size = size_of(body.prompt, options.inline_chars)
+        prompts = await soon(options, size, lambda: _prompts(context, body))
         requests = requests_of(
             context,
             body,

@@ -30,7 +30,6 @@ _OFF: dict[str, Any] = {
     "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
-    "grammar": "",
     "post_sampling_probs": False,
     "lora": [],
 }
@@ -55,6 +54,9 @@ def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "min_keep": sampling.min_keep,
         "ignore_eos": sampling.ignore_eos,
+        "grammar": sampling.grammar,
+        "grammar_lazy": bool(sampling.grammar_triggers),
+        "grammar_triggers": list(sampling.grammar_triggers),
         "max_tokens": limit,
         "n_predict": limit,
         "samplers": _SAMPLERS,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -50,11 +50,7 @@ async def _answer(
 ) -> Response:
     options = context.options
     defaults = options.openai_sampling or openai_defaults(options.sampling)
-    sampling = await soon(
-        options,
-        size_of(body.logit_bias, options.inline_chars),
-        lambda: sampling_of(body, context.vocab, defaults),
-    )
+    sampling = await sampling_soon(context, body, defaults)
     requests = requests_of(
         context,
         body,

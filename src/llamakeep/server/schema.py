@@ -53,6 +53,9 @@ _STOP = {
     ]
 }
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Schema = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "null"}]})
+]
 Bias = Annotated[Any, WithJsonSchema(_BIAS)]
 
 
@@ -128,6 +131,33 @@ class SamplingFields(_Body):
     )
 
 
+class NamedSchema(_Body):
+    """A JSON schema, as OpenAI's API wraps it."""
+
+    name: Name | None = Field(default=None, description="Not looked at.")
+    description: str | None = Field(default=None, description="Not looked at.")
+    schema_: Schema = Field(
+        default=None, alias="schema", description="The schema; any object, if absent."
+    )
+    strict: bool | None = Field(
+        default=None, description="Not looked at: the schema is always followed."
+    )
+
+
+class ResponseFormat(_Body):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Anything, a JSON object, or JSON that validates against a schema."
+    )
+    json_schema: NamedSchema | None = Field(
+        default=None, description="The schema of `json_schema`."
+    )
+    schema_: Schema = Field(
+        default=None, alias="schema", description="A schema for `json_object`, as llama-server."
+    )
+
+
 class AnswerFields(SamplingFields):
     """What all three kinds of completion have in common."""
 
@@ -169,6 +199,15 @@ class AnswerFields(SamplingFields):
     )
     return_progress: bool | None = Field(
         default=None, description="Chunks that tell how far the prompt is evaluated."
+    )
+    grammar: str | None = Field(
+        default=None, description="In GBNF, with a rule `root`: what the answer has to match."
+    )
+    json_schema: Schema = Field(
+        default=None, description="A JSON schema that the answer has to validate against."
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="What the answer has to be, as OpenAI's API says it."
     )
     verbose: bool | None = Field(
         default=None, description="Add `__verbose` with the prompt's text."
