@@ -51,7 +51,8 @@ class Format:
         signs: Regular expressions; a template that has one of them is of this family.
         generic: The whole answer is an object: `{"tool_calls": [...]}` or `{"response": "..."}`.
             Of no family: what any model can be made to write.
-        id_chars: Letters of a call's id, where templates want so many; 0 for any.
+        xml: Arguments stand between tags.
+        named: The name of a call stands before its arguments, not in an object.
     """
 
     name: str
@@ -60,30 +61,30 @@ class Format:
     arguments: str = "arguments"
     signs: tuple[str, ...] = ()
     generic: bool = False
-    id_chars: int = 0
+    xml: bool = False
+    named: bool = False
 
 
 FUNCTION = Marker("<function=", Body.FUNCTION, "</function>")
 _TOOL_CALL = Marker("<tool_call>", Body.TAGGED, "</tool_call>")
 
-QWEN_CODER = Format("qwen-coder", (_TOOL_CALL, FUNCTION), signs=(r"<parameter=",))
+QWEN_CODER = Format("qwen-coder", (_TOOL_CALL, FUNCTION), signs=(r"<parameter=",), xml=True)
 HERMES = Format("hermes", (_TOOL_CALL,), signs=(r"(?s)\A(?!.*<arg_key>).*<tool_call>",))
-MISTRAL = Format(
-    "mistral",
-    (Marker("[TOOL_CALLS]", Body.NAMED),),
-    signs=(r"\[TOOL_CALLS\]",),
-    id_chars=9,
+_TOOL_CALLS = Marker("[TOOL_CALLS]", Body.NAMED)
+MISTRAL = Format("mistral", (_TOOL_CALLS,), signs=(r"\[TOOL_CALLS\]",))
+MISTRAL_NAMED = Format(
+    "mistral-named", (_TOOL_CALLS,), signs=(r"(?s)\[TOOL_CALLS\].*\[ARGS\]",), named=True
 )
 LLAMA = Format(
     "llama",
-    (Marker("<|python_tag|>", Body.OBJECTS, "<|eom_id|>"), FUNCTION),
+    (Marker("<|python_tag|>", Body.OBJECTS), FUNCTION),
     bare=True,
     arguments="parameters",
     signs=(r"<\|python_tag\|>", r'(?s)<\|start_header_id\|>.*"parameters": '),
 )
 GENERIC = Format("generic", generic=True)
 
-FAMILIES = (QWEN_CODER, HERMES, MISTRAL, LLAMA)
+FAMILIES = (QWEN_CODER, HERMES, MISTRAL_NAMED, MISTRAL, LLAMA)
 """In the order in which a template is looked at."""
 
 

@@ -36,7 +36,7 @@ class Values:
         self._emit("{" if not self._keys else ", ")
         self._keys.add(key)
         schema = self._schemas.get(key)
-        self._is_text = isinstance(schema, Mapping) and _is_text(schema)
+        self._is_text = isinstance(schema, Mapping) and is_text(schema)
         self._emit(json.dumps(key, ensure_ascii=False) + (': "' if self._is_text else ": "))
         self._is_first, self._held = True, []
 
@@ -70,7 +70,8 @@ class Values:
         self._emit("}" if self._keys else "{}")
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema is of strings only, which stand between tags without quotes."""
     if "type" in schema:
         return bool(schema["type"] == "string")
     choices = schema.get("enum")

@@ -1,0 +1,234 @@
+"""Grammars, in GBNF, that make a model write calls as its family does, and as tools want them.
+
+A call that is required is all that the answer may be, after thoughts. One that may come is held to
+the grammar from the marker that announces it; what is before it is free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from llamakeep.tool_calls.formats import FUNCTION, Body, Format, Marker
+from llamakeep.tool_calls.reasoning import Thoughts
+from llamakeep.tool_calls.values import Tool
+from llamakeep.tool_calls.xml_values import is_text
+
+SchemaRules: TypeAlias = Callable[[Tool, Mapping[str, Any], str], str]
+"""Returns the rules of a tool's schema, or a part of it, with this name for the first of them.
+
+All other names in them begin with that name and a dash.
+"""
+
+_JSON = r"""
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+array ::= "[" ws (value ("," ws value)*)? "]" ws
+value ::= object | array | string ws | number ws | ("true" | "false" | "null") ws
+string ::= "\"" ([^"\\\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\""
+number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]{1,16})? ([eE] [-+]? [0-9]{1,3})?
+ws ::= (" " | "\n" [ \t]{0,16})?
+""".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to match.
+
+    Attributes:
+        text: In GBNF; the first rule is `root`.
+        triggers: Texts with the first of which it begins; () for the beginning of the answer.
+    """
+
+    text: str
+    triggers: tuple[str, ...] = ()
+
+
+def any_object(_tool: Tool, schema: Mapping[str, Any], name: str) -> str:
+    """Return rules that hold arguments to be an object, and other values to be JSON."""
+    return f"{name} ::= {'object' if schema.get('type') == 'object' else 'value'}"
+
+
+def grammar_of(
+    form: Format,
+    tools: Sequence[Tool],
+    *,
+    required: bool,
+    parallel: bool = True,
+    thoughts: Thoughts | None = None,
+    thinking: bool = False,
+    rules: SchemaRules = any_object,
+) -> Grammar:
+    """Return the grammar of calls. Costs what `rules` costs for each tool.
+
+    Args:
+        form: How the model writes calls.
+        tools: That may be called: at least one.
+        required: At least one call must come.
+        parallel: Several may come.
+        thoughts: How the model marks its thoughts, which may come before.
+        thinking: The prompt has opened them already.
+        rules: Makes rules of a tool's schema.
+
+    Raises:
+        Exception: What `rules` raises.
+    """
+    maker = _Maker(form, tools, parallel, rules)
+    triggers: tuple[str, ...] = ()
+    root = "answer"
+    if form.generic:
+        said = '"{" ws "\\"response\\":" ws string ws "}"'
+        maker.add("answer", "calls", *(() if required else (said,)))
+    elif required:
+        maker.add("answer", "calls")
+    else:
+        marked = {marker.text: f"body-{at} more" for at, marker in enumerate(form.markers)}
+        if thoughts is not None:
+            maker.add_scan("answer", marked, may_end=True)
+        maker.add("marked", *(f"{quoted(text)} {rest}" for text, rest in marked.items()))
+        triggers, root = tuple(marked), "marked"
+    if thoughts is not None:
+        maker.add_scan("thoughts", {thoughts.close: "ws-any answer"}, may_end=False)
+        begin = f"{quoted(thoughts.open)} thoughts"
+        if not triggers:
+            root = "thoughts" if thinking else f"ws-any ({begin} | answer)"
+        elif thinking:  # what thoughts say of calls is none
+            root, triggers = f"{quoted(thoughts.close)} ws-any answer", (thoughts.close,)
+        else:
+            root, triggers = f"{begin} | marked", (thoughts.open, *triggers)
+    return Grammar(maker.text(root), triggers)
+
+
+def quoted(text: str) -> str:
+    """Return a text as GBNF has it."""
+    return '"' + "".join(_ESCAPES.get(letter, letter) for letter in text) + '"'
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class _Maker:
+    """Collects the rules of a family's calls."""
+
+    def __init__(
+        self, form: Format, tools: Sequence[Tool], parallel: bool, rules: SchemaRules
+    ) -> None:
+        self._form = form
+        self._tools = tools
+        self._parallel = parallel
+        self._rules = rules
+        self._lines: list[str] = []
+        self.add("ws-any", "[ \\t\\r\\n]{0,8}")
+        if form.xml:
+            self.add("function", *(self._xml(at) for at in range(len(tools))))
+        else:
+            for at, tool in enumerate(tools):
+                self._lines.append(rules(tool, tool.parameters, f"tool-{at}"))
+            self.add("call-object", *(self._object(at) for at in range(len(tools))))
+        for at, marker in enumerate(form.markers):
+            self.add(f"body-{at}", self._body(at, marker))
+        if form.generic:
+            self.add("calls", f'"{{" ws "\\"tool_calls\\":" ws {self._list()} ws "}}"')
+            return
+        first = "call-object" if form.bare else f"{quoted(form.markers[0].text)} body-0"
+        between = quoted("; ") if form.bare else "ws-any"
+        is_list = form.markers[0].body is Body.NAMED and not form.named
+        repeats = parallel and not is_list
+        self.add("more", f"({between} {first})*" if repeats else '""')
+        self.add("calls", f"{first} more")
+
+    def add(self, name: str, *choices: str) -> None:
+        """Add a rule."""
+        self._lines.append(f"{name} ::= {' | '.join(choices)}")
+
+    def add_scan(self, name: str, ends: Mapping[str, str], *, may_end: bool) -> None:
+        """Add rules for any text up to the first of `ends`, and over it.
+
+        Args:
+            name: Of the first rule.
+            ends: Texts, none of which lies in another, and what follows each.
+            may_end: None of them has to come.
+        """
+        states = {""} | {text[:at] for text in ends for at in range(1, len(text))}
+        names = {state: f"{name}-{at}" for at, state in enumerate(sorted(states))}
+        letters = sorted({letter for text in ends for letter in text})
+        self.add(name, names[""])
+        for state, rule in names.items():
+            choices = ['""'] if may_end else []
+            known = ""
+            for letter in letters:
+                read = state + letter
+                if read in ends:
+                    choices.append(f"{quoted(letter)} {ends[read]}")
+                    known += letter
+                    continue
+                while read not in states:
+                    read = read[1:]
+                if read:
+                    choices.append(f"{quoted(letter)} {names[read]}")
+                    known += letter
+            others = "".join(f"\\x{ord(letter):02X}" for letter in known)
+            self.add(rule, *choices, f"[^{others}] {names['']}")
+
+    def text(self, root: str) -> str:
+        """Return all rules."""
+        return "\n".join([f"root ::= {root}", *self._lines, _JSON])
+
+    def _list(self) -> str:
+        more = '(ws "," ws call-object)*' if self._parallel else ""
+        return f'"[" ws call-object {more} ws "]"'
+
+    def _object(self, at: int) -> str:
+        key, name = self._form.arguments, json.dumps(self._tools[at].name)
+        arguments = f"ws {quoted(json.dumps(key) + ':')} ws tool-{at} ws"
+        begin = f'"{{" ws {quoted(json.dumps("name") + ":")} ws {quoted(name)} ws ","'
+        return f'{begin} {arguments} "}}"'
+
+    def _body(self, at: int, marker: Marker) -> str:
+        """Return what follows a marker."""
+        form = self._form
+        if form.xml:
+            if marker.body is Body.FUNCTION:
+                return "function"
+            return f"ws {quoted(FUNCTION.text)} function ws {quoted(marker.close)}"
+        if marker.body is Body.FUNCTION:
+            close = quoted(marker.close)
+            each = (
+                f"{quoted(tool.name + '>')} ws tool-{at} {close}"
+                for at, tool in enumerate(self._tools)
+            )
+            return " | ".join(each)
+        if marker.body is Body.NAMED:
+            if not form.named:
+                return f"ws {self._list()}"
+            each = (
+                f"{quoted(tool.name + '[ARGS]')} tool-{at}" for at, tool in enumerate(self._tools)
+            )
+            return " | ".join(each)
+        return f"ws call-object ws {quoted(marker.close)}" if marker.close else "ws call-object"
+
+    def _xml(self, at: int) -> str:
+        """Return a tool's name and parameters between tags."""
+        tool = self._tools[at]
+        properties = tool.parameters.get("properties")
+        required = tool.parameters.get("required")
+        parts: list[str] = []
+        for number, (key, schema) in enumerate(
+            properties.items() if isinstance(properties, Mapping) else ()
+        ):
+            schema = schema if isinstance(schema, Mapping) else {}
+            name = f"tool-{at}-{number}"
+            end = quoted("\n</parameter>\n")
+            choices = schema.get("enum")
+            if is_text(schema) and isinstance(choices, list):
+                self.add(name, *(f"{quoted(str(each))} {end}" for each in choices))
+            elif is_text(schema):
+                self.add_scan(name, {"</parameter>": quoted("\n")}, may_end=False)
+            else:
+                self._lines.append(self._rules(tool, schema, f"{name}-value"))
+                self.add(name, f"{name}-value {end}")
+            part = f"{quoted(f'<parameter={key}>' + chr(10))} {name}"
+            is_needed = isinstance(required, list) and key in required
+            parts.append(part if is_needed else f"({part})?")
+        return " ".join([quoted(tool.name + ">\n"), *parts, quoted(FUNCTION.close)])
