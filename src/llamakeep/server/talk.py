@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from llamakeep.engine.request import Finished, Piece, Stop, Update
@@ -29,8 +28,6 @@ from llamakeep.tool_calls import (
     ToolChoice,
 )
 from llamakeep.tool_calls.grammar import Grammar
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Chat:
     thoughts_apart: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    extra: Mapping[str, Any] = NOTHING
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Plan:
     prompt: Prompt
     new_id: Callable[[], str]
     form: Format | None = None
-    tools: Mapping[str, Tool] = NOTHING
+    tools: Mapping[str, Tool] = field(default_factory=dict)
     parallel: bool = True
     thoughts: Thoughts | None = None
     thinking: bool = False
@@ -95,9 +92,7 @@ class Plan:
         """Return how tokens are chosen: with the grammar of the calls, where there is one."""
         if self.grammar is None:
             return sampling
-        return replace(
-            sampling, grammar=self.grammar.text, grammar_triggers=self.grammar.triggers
-        )
+        return replace(sampling, grammar=self.grammar.text, grammar_triggers=self.grammar.triggers)
 
     def talk(self, *, keep: bool = True) -> Talk | None:
         """Return what tells one answer apart; None if there is nothing to tell apart.
@@ -179,7 +174,7 @@ class Talk:
 
 def ending_of(finished: Finished, talk: Talk | None) -> Ending:
     """Return why an answer ended."""
-    if talk is not None and talk.n_calls and (finished.stop != Stop.LIMIT or talk.is_complete):
-        if finished.stop != Stop.CANCELLED or talk.is_complete:
-            return Ending.CALLS
+    is_cut = finished.stop in (Stop.LIMIT, Stop.CANCELLED)
+    if talk is not None and talk.n_calls and (talk.is_complete or not is_cut):
+        return Ending.CALLS
     return _ENDINGS[finished.stop]

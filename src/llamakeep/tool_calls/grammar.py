@@ -119,6 +119,7 @@ class _Maker:
         self._parallel = parallel
         self._rules = rules
         self._lines: list[str] = []
+        self._ends: dict[str, None] = {}
         self.add("ws-any", "[ \\t\\r\\n]{0,8}")
         if form.xml:
             self.add("function", *(self._xml(at) for at in range(len(tools))))
@@ -150,6 +151,7 @@ class _Maker:
             ends: Texts, none of which lies in another, and what follows each.
             may_end: None of them has to come.
         """
+        self._ends |= dict.fromkeys(ends)
         states = {""} | {text[:at] for text in ends for at in range(1, len(text))}
         names = {state: f"{name}-{at}" for at, state in enumerate(sorted(states))}
         letters = sorted({letter for text in ends for letter in text})
@@ -173,6 +175,8 @@ class _Maker:
 
     def text(self, root: str) -> str:
         """Return all rules."""
+        if self._ends:  # a special token may be sampled whose text stands in quotes, in one piece
+            self.add("whole", *map(quoted, self._ends))
         return "\n".join([f"root ::= {root}", *self._lines, _JSON])
 
     def _list(self) -> str:

@@ -36,3 +36,8 @@ def is_open(prompt: str, thoughts: Thoughts) -> bool:
     Only its end counts, or what a client wrote about thoughts would open them.
     """
     return prompt.rstrip().endswith(thoughts.open)
+
+
+def is_left_open(beginning: str, thoughts: Thoughts) -> bool:
+    """Return whether an answer that goes on with `beginning` does so inside of thoughts."""
+    return beginning.rfind(thoughts.open) > beginning.rfind(thoughts.close)
