@@ -142,6 +142,8 @@ class Reader:
     def through(self, text: str, emit: Callable[[str], None]) -> Reading[bool]:
         """Read up to `text` and over it, handing on what comes before; false if it never comes.
 
+        Its beginning, where the end cuts it off, is not handed on.
+
         Args:
             text: Its first letter occurs in it once.
             emit: Called with each piece.
@@ -157,10 +159,9 @@ class Reader:
                 read += self.take()
             if read == text:
                 return True
-            if read:
-                emit(read)
             if not (yield from self.peek()):
                 return False
+            emit(read)
 
     # -- JSON --------------------------------------------------------------------------------------
     def value(self, emit: Callable[[str], None]) -> Reading[bool]:
