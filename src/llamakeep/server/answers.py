@@ -37,6 +37,9 @@ from llamakeep.server.threads import size_of_answer
 _WATCH_AFTER_S = 0.1
 
 
+_NO_LIMIT = 1 << 62
+
+
 @dataclass(slots=True)
 class Answer:
     """One answer, as far as it has come.
@@ -311,7 +314,8 @@ async def collect(
         Answer(request, index, talk=None if plan is None else plan.talk())
         for index, request in enumerate(requests)
     ]
-    inbox = Inbox(0, eager=False)
+    looks = plan is not None and not plan.parallel  # for where an answer is enough
+    inbox = Inbox(_NO_LIMIT, eager=looks)
     inbox.submit(engine, requests)
     try:
         meanwhile()
