@@ -35,8 +35,6 @@ from llamakeep.server.talk import Ending, Plan, Talk, ending_of
 from llamakeep.server.threads import size_of_answer
 
 _WATCH_AFTER_S = 0.1
-
-
 _NO_LIMIT = 1 << 62
 
 
