@@ -1,32 +1,32 @@
 """Refuses grammars that can be followed in ever more ways at once.
 
-llama.cpp keeps a stack for each way in which a text so far can have come about. Some grammars
-double their number with each letter. Whether one does is tried here: of all letters that can come
-next, those are followed which leave the most stacks. That finds what grows by itself; it is no
-proof for a grammar that was made to hide it.
+llama.cpp keeps a stack for each way in which a text so far can have come about, and to test a
+token it follows each stack by itself, letter by letter. Some grammars double the number of ways
+with each letter. Whether one does is tried here: of all letters that can come next, those are
+followed which leave the most ways. That finds what grows by itself; it is no proof for a grammar
+that was made to hide it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf.rules import Chars, Grammar, Ref, Token
 
-MOST_STACKS: Final = 1024
-_LETTERS: Final = 32
-"""How far a text is followed."""
+MOST_WAYS: Final = 4096
+_LETTERS: Final = 24
+"""How far a text is followed; few tokens are longer."""
 _TRIED: Final = 3
 """Letters that are tried at each place."""
-_WORK: Final = 40_000
+_WORK: Final = 100_000
 """Steps at most, of about 1 us: what takes longer is not followed further."""
 
 # Where the rest of a text is matched: a rule, an alternative, an element of it, and what comes
 # after, or None.
 Stack: TypeAlias = "tuple[int, int, int, Stack | None]"
-Stacks: TypeAlias = "set[Stack | None]"
+Ways: TypeAlias = "Counter[Stack | None]"
 
 
 def check_growth(grammar: Grammar) -> None:
@@ -47,24 +47,24 @@ class _Walk:
 
     def run(self) -> None:
         root = self._root
-        stacks = self._advance(
+        begin: Ways = Counter(
             (root, index, 0, None) if elements else None
             for index, elements in enumerate(self._rules[root])
         )
+        ways = self._advance(begin)
         for _ in range(_LETTERS):
-            tried = [(self._after(stacks, code), code) for code in self._letters(stacks)]
+            tried = [(self._after(ways, code), code) for code in self._letters(ways)]
             if not tried or self._work > _WORK:
                 return
-            stacks, code = max(tried, key=lambda item: len(item[0]))
+            ways, code = max(tried, key=lambda item: item[0].total())
             self._text += chr(code)
 
-    def _letters(self, stacks: Stacks) -> list[int]:
+    def _letters(self, ways: Ways) -> list[int]:
         """Return the letters that fit most of the stacks."""
-        heads = Counter(
-            element
-            for stack in stacks
-            if stack is not None and isinstance(element := self._top(stack), Chars)
-        )
+        heads: Counter[Chars] = Counter()
+        for stack, n_ways in ways.items():
+            if stack is not None and isinstance(element := self._top(stack), Chars):
+                heads[element] += n_ways
         codes: Counter[int] = Counter()
         for code in {_letter(chars) for chars in heads}:
             codes[code] = sum(n for chars, n in heads.items() if chars.matches(code))
@@ -74,15 +74,15 @@ class _Walk:
         rule, alternative, index, _ = stack
         return self._rules[rule][alternative][index]
 
-    def _after(self, stacks: Stacks, code: int) -> Stacks:
+    def _after(self, ways: Ways, code: int) -> Ways:
         """Return the stacks after a letter."""
-        matching = []
-        for stack in stacks:
+        matching: Ways = Counter()
+        for stack, n_ways in ways.items():
             if stack is None:
                 continue
             element = self._top(stack)
             if isinstance(element, Chars) and element.matches(code):
-                matching.append(self._next(stack))
+                matching[self._next(stack)] += n_ways
         return self._advance(matching)
 
     def _next(self, stack: Stack) -> Stack | None:
@@ -92,18 +92,27 @@ class _Walk:
             return (rule, alternative, index + 1, after)
         return after
 
-    def _advance(self, stacks: Iterable[Stack | None]) -> Stacks:
+    def _advance(self, ways: Ways) -> Ways:
         """Return the stacks with a letter or a token on top that these lead to."""
-        todo = list(stacks)
-        seen: Stacks = set(todo)
-        found: Stacks = set()
+        found: Ways = Counter()
+        total = 0
+        for stack, n_ways in ways.items():
+            for following in self._leads_to(stack):
+                found[following] += n_ways
+                total += n_ways
+                if total > MOST_WAYS:
+                    self._fail()
+        return found
+
+    def _leads_to(self, begin: Stack | None) -> list[Stack | None]:
+        found, todo, seen = [], [begin], {begin}
         while todo:
             self._work += 1
             stack = todo.pop()
             element = None if stack is None else self._top(stack)
             if stack is None or not isinstance(element, Ref):
-                found.add(stack)
-                if len(found) > MOST_STACKS:
+                found.append(stack)
+                if len(found) > MOST_WAYS:
                     self._fail()
                 continue
             after = self._next(stack)
@@ -115,10 +124,9 @@ class _Walk:
         return found
 
     def _fail(self) -> None:
-        text = repr(self._text) if self._text else "the begin"
+        text = f"after {self._text!r}" if self._text else "at its begin"
         raise GrammarError(
-            f"the grammar is too ambiguous: after {text} it can go on in more than "
-            f"{MOST_STACKS:,} ways"
+            f"the grammar is too ambiguous: {text} it can go on in more than {MOST_WAYS:,} ways"
         )
 
 
