@@ -235,17 +235,19 @@ def test_one_call_alone_ends_the_answer(
     asked: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "parallel_tool_calls": False}
     if stream:
         chunks = qwen.stream(CHAT, **asked)
-        message, reason = joined(chunks), chunks[-1]["choices"][0]["finish_reason"]
+        label, message = chunks[0]["id"], joined(chunks)
+        reason = chunks[-1]["choices"][0]["finish_reason"]
     else:
-        choice = qwen.answer(CHAT, **asked)["choices"][0]
+        answer = qwen.answer(CHAT, **asked)
+        label, choice = answer["id"], answer["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert reason == "tool_calls"
-    records = [qwen.record()]
-    while not qwen.records.empty():
-        records.append(qwen.record())
-    assert records[-1].stop == "cancelled"
-    assert records[-1].generated_tokens < 3000
+    record = qwen.record()
+    while record.label != label:
+        record = qwen.record()
+    assert record.stop == "cancelled"
+    assert record.generated_tokens < 3000
 
 
 @pytest.mark.parametrize("stream", [False, True])
