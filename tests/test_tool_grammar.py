@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llamakeep.errors import GrammarError
 from llamakeep.gbnf import check_grammar
+from llamakeep.json_schema import Rules
 from llamakeep.tool_calls import FAMILIES, GENERIC, Format, Parser, Reply, Thoughts, Tool
 from llamakeep.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER
 from llamakeep.tool_calls.grammar import grammar_of
@@ -168,22 +171,23 @@ def test_a_marker_in_thoughts_is_none(form: Format, thinking: bool, grammars: Gr
     assert grammars.match(grammar.text, sample) is not thinking
 
 
-def test_a_schema_has_the_rules_that_it_is_given(grammars: Grammars) -> None:
-    def rules(tool: Tool, schema: Any, name: str) -> str:
+def test_arguments_are_held_to_what_is_said(grammars: Grammars) -> None:
+    def held(rules: Rules, tool: Tool, schema: Any, where: str) -> str:
         assert tool in TOOLS
-        kinds = {"object": f'"{{" {name}-x "}}"', "integer": "[0-9]"}
-        return f'{name} ::= {kinds[schema["type"]]}\n{name}-x ::= "\\"x\\": 1"'
+        assert where.startswith(f"{tool.name}.parameters")
+        kinds = {"object": '"{" "\\"x\\": 1" "}"', "integer": "[0-9]"}
+        return rules.add("held", kinds[schema["type"]])
 
     for form in (GENERIC, *FAMILIES):
-        grammar = grammar_of(form, TOOLS, required=True, rules=rules).text
+        grammar = grammar_of(form, TOOLS, required=True, held=held).text
         for sample in SAMPLES[form]:
             if form is QWEN_CODER:
                 assert grammars.match(grammar, sample)
                 is_held = "\n2\n" in sample
                 assert grammars.match(grammar, sample.replace("\n2\n", "\n22\n")) is not is_held
                 continue
-            held = sample.replace(A, '{"x": 1}').replace("{}", '{"x": 1}')
-            assert grammars.match(grammar, held)
+            other = sample.replace(A, '{"x": 1}').replace("{}", '{"x": 1}')
+            assert grammars.match(grammar, other)
             assert not grammars.match(grammar, sample)
 
 
@@ -206,3 +210,44 @@ def test_what_a_grammar_takes_the_parser_takes(form: Format) -> None:
         for call in reply.calls:
             assert isinstance(json.loads(call.arguments), dict)
         assert len(reply.calls) == 1
+
+
+@pytest.mark.parametrize("form", [GENERIC, *FAMILIES], ids=names)
+def test_arguments_are_held_to_their_schema(form: Format, grammars: Grammars) -> None:
+    grammar = grammar_of(form, TOOLS, required=True).text
+    sample = SAMPLES[form][0]
+    assert grammars.match(grammar, sample)
+    if form is QWEN_CODER:
+        wrong = [sample.replace("\n2\n", "\ntwo\n"), sample.replace("\nC\n", "\nK\n")]
+        wrong.append(re.sub("<parameter=city>.*?</parameter>\n", "", sample, flags=re.DOTALL))
+    else:
+        wrong = [sample.replace("2}", '"2"}'), sample.replace('"city": "Ro<me", ', "")]
+    assert len({sample, *wrong}) == len(wrong) + 1
+    for each in wrong:
+        assert not grammars.match(grammar, each)
+
+
+@pytest.mark.parametrize("form", [HERMES, QWEN_CODER], ids=names)
+def test_a_schema_that_cannot_be_compiled_allows_any_json(form: Format, grammars: Grammars) -> None:
+    odd = {"type": "object", "properties": {"days": {"type": "integer", "not": {"const": 3}}}}
+    text = SAMPLES[form][0].replace('"city": "Ro<me", ', "")
+    text = re.sub("<parameter=(city|unit)>.*?</parameter>\n", "", text, flags=re.DOTALL)
+    loose = grammar_of(form, [Tool("weather", parameters=odd)], required=True)
+    assert grammars.match(loose.text, text)
+    with pytest.raises(GrammarError, match=r"weather\.parameters\.properties\.days"):
+        grammar_of(form, [Tool("weather", parameters=odd, strict=True)], required=True)
+
+
+def test_a_part_of_a_schema_may_refer_to_the_whole(grammars: Grammars) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"days": {"$ref": "#/$defs/days"}},
+        "required": ["days"],
+        "$defs": {"days": {"type": "integer"}},
+    }
+    tool = Tool("weather", parameters=schema, strict=True)
+    grammar = grammar_of(QWEN_CODER, [tool], required=True).text
+    text = SAMPLES[QWEN_CODER][0]
+    text = re.sub("<parameter=(city|unit)>.*?</parameter>\n", "", text, flags=re.DOTALL)
+    assert grammars.match(grammar, text)
+    assert not grammars.match(grammar, text.replace("\n2\n", "\nx\n"))

@@ -76,7 +76,7 @@ def _tool(where: str, function: Mapping[str, Any]) -> Tool:
     try:
         return Tool(**fields)
     except InvalidValue as error:
-        name = "parameters" if "nested" in str(error) else "name"
+        name = "parameters" if "the parameters of" in str(error) else "name"
         raise ApiError(f"'{where}.{name}': {error}", param=f"{where}.{name}") from None
 
 

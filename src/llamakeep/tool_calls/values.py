@@ -32,7 +32,8 @@ class Tool:
         strict: The arguments must follow the schema to the letter.
 
     Raises:
-        InvalidValue: For a name that is none, and for a schema that is nested too deeply.
+        InvalidValue: For a name that is none, and for a schema that is of no object, or nested too
+            deeply.
     """
 
     name: str
@@ -47,6 +48,11 @@ class Tool:
             raise InvalidValue(
                 f"a tool's name has 1 to {MOST_NAME_CHARS} letters, digits or _.:/-, "
                 f"not {self.name[:200]!r}"
+            )
+        if self.parameters.get("type", "object") != "object":
+            raise InvalidValue(
+                f"the parameters of {self.name!r} must be the schema of an object, "
+                f"not of type {str(self.parameters['type'])[:100]!r}"
             )
         if depth_is_over(self.parameters, MOST_DEPTH):
             raise InvalidValue(
