@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,16 +15,16 @@ from llamakeep.server.errors import ApiError
 from llamakeep.server.messages import check_messages
 from llamakeep.server.prompts import Prompt
 from llamakeep.server.talk import Chat, Plan
+from llamakeep.server.tool_grammars import ToolGrammars
 from llamakeep.template_tools import short_id
 from llamakeep.tool_calls import GENERIC, Format, format_of, is_left_open, is_open, thoughts_of
 from llamakeep.tool_calls.described import described, without_calls
-from llamakeep.tool_calls.grammar import Grammar, grammar_of
+from llamakeep.tool_calls.grammar import Grammar
 
 NO_TEMPLATE = (
     "this model has no chat template: start the server with --chat-template-file, or send a "
     "prompt to /v1/completions"
 )
-_log = logging.getLogger("llamakeep")
 
 
 class Rendered(Protocol):
@@ -58,6 +57,7 @@ class Conversations:
         knows = template is not None and template.traits.tools and template.traits.calls
         own = format_of(template.source) if template is not None and knows else None
         self._form = own or GENERIC
+        self._grammars = ToolGrammars(vocab)
 
     def text(self, chat: Chat) -> str:
         """Return the text that a conversation becomes.
@@ -108,24 +108,19 @@ class Conversations:
     def _grammar(self, chat: Chat, form: Format, thinking: bool) -> Grammar | None:
         """Return what calls have to match; None where it may be anything."""
         assert self._template is not None
-        required = chat.choice.mode == "required"
         try:
-            grammar = grammar_of(
+            return self._grammars.grammar(
                 form,
                 chat.choice.of(chat.tools),
-                required=required,
+                required=chat.choice.mode == "required",
                 parallel=chat.parallel and self._template.traits.several,
                 thoughts=self._thoughts,
                 thinking=thinking,
             )
-            self._vocab.check_grammar(grammar.text)
         except GrammarError as error:
-            if required:
-                message = f"'tools': calls cannot be held to them: {error}"
-                raise ApiError(message, param="tools") from error
-            _log.debug("calls are held to no grammar: %s", error)
-            return None
-        return grammar
+            raise ApiError(
+                f"'tools': calls cannot be held to them: {error}", param="tools"
+            ) from error
 
     def _new_id(self) -> str:
         call_id = "call_" + secrets.token_hex(12)

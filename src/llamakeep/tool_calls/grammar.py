@@ -131,6 +131,7 @@ class _Maker:
         self._ends: dict[str, None] = {}
         self.add("ws-any", "[ \\t\\r\\n]{0,8}")
         if form.xml:
+            self.add_scan("tag-text", {"</parameter>": quoted("\n")}, may_end=False)
             self.add("function", *(self._xml(at) for at in range(len(tools))))
         else:
             self._arguments = [
@@ -240,7 +241,7 @@ class _Maker:
             if is_text(schema) and isinstance(choices, list):
                 self.add(name, *(f"{literal(str(each))} {end}" for each in choices))
             elif is_text(schema):
-                self.add_scan(name, {"</parameter>": quoted("\n")}, may_end=False)
+                self.add(name, "tag-text")
             else:
                 where = f"{_where(tool)}.properties.{key}"
                 value = self._held(self._rules, tool, _with_definitions(tool, schema), where)
