@@ -47,9 +47,14 @@ class Conversations:
     Args:
         template: The model's, or None if it has none.
         vocab: The model's.
+        n_ctx: Tokens that a prompt has room for; one that is longer is refused by the engine, so
+            no grammar is made for it. None for no limit.
     """
 
-    def __init__(self, template: ChatTemplate | None, vocab: Vocab) -> None:
+    def __init__(
+        self, template: ChatTemplate | None, vocab: Vocab, n_ctx: int | None = None
+    ) -> None:
+        self._n_ctx = n_ctx
         self._template = template
         self._vocab = vocab
         self._thoughts = None if template is None else thoughts_of(template.source)
@@ -92,9 +97,12 @@ class Conversations:
         thinking = self._thoughts is not None and (
             is_open(text, self._thoughts) or is_left_open(beginning, self._thoughts)
         )
-        grammar = None if form is None else self._grammar(chat, form, thinking)
+        prompt = self._prompt(text, starts)
+        grammar = None
+        if form is not None and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
+            grammar = self._grammar(chat, form, thinking)
         return Plan(
-            self._prompt(text, starts),
+            prompt,
             self._new_id,
             form,
             {tool.name: tool for tool in tools},
