@@ -28,6 +28,7 @@ from llamakeep.tool_calls import (
     Tool,
     ToolChoice,
     format_of,
+    is_closed,
     is_left_open,
     is_open,
     thoughts_of,
@@ -383,6 +384,8 @@ def test_whether_thoughts_are_open_is_seen_at_the_end_of_a_prompt() -> None:
     assert is_open("<|im_start|>assistant\n<think>\n", THINK)
     assert not is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK)
     assert not is_open("What is <think>?<|im_start|>assistant\n", THINK)
+    assert is_closed("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK)
+    assert not is_closed("<|im_start|>assistant\n<think>\n", THINK)
     assert is_left_open("<think>so", THINK)
     assert not is_left_open("<think>so</think>It", THINK)
     assert not is_left_open("It", THINK)

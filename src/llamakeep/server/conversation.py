@@ -17,7 +17,16 @@ from llamakeep.server.prompts import Prompt
 from llamakeep.server.talk import Chat, Plan
 from llamakeep.server.tool_grammars import ToolGrammars
 from llamakeep.template_tools import short_id
-from llamakeep.tool_calls import GENERIC, Format, format_of, is_left_open, is_open, thoughts_of
+from llamakeep.tool_calls import (
+    GENERIC,
+    Format,
+    Thoughts,
+    format_of,
+    is_closed,
+    is_left_open,
+    is_open,
+    thoughts_of,
+)
 from llamakeep.tool_calls.described import described, without_calls
 from llamakeep.tool_calls.grammar import Grammar
 
@@ -88,19 +97,20 @@ class Conversations:
         """
         text, starts, beginning = self._render(chat)
         tools = chat.choice.of(chat.tools)
-        thoughts = self._thoughts if chat.thoughts_apart else None
+        marked = self._thoughts
+        if marked is not None and is_closed(text, marked):
+            marked = None
+        thoughts = marked if chat.thoughts_apart else None
         form = self._form if tools else None
         marks = tuple(marker.text for marker in form.markers) if form is not None else ()
         marks += (thoughts.open, thoughts.close) if thoughts is not None else ()
         if form is not None and form.named:
             marks += ("[ARGS]", "[CALL_ID]")
-        thinking = self._thoughts is not None and (
-            is_open(text, self._thoughts) or is_left_open(beginning, self._thoughts)
-        )
+        thinking = marked is not None and (is_open(text, marked) or is_left_open(beginning, marked))
         prompt = self._prompt(text, starts)
         grammar = None
         if form is not None and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
-            grammar = self._grammar(chat, form, thinking)
+            grammar = self._grammar(chat, form, marked, thinking)
         return Plan(
             prompt,
             self._new_id,
@@ -113,7 +123,9 @@ class Conversations:
             shown=self._shown(marks),
         )
 
-    def _grammar(self, chat: Chat, form: Format, thinking: bool) -> Grammar | None:
+    def _grammar(
+        self, chat: Chat, form: Format, thoughts: Thoughts | None, thinking: bool
+    ) -> Grammar | None:
         """Return what calls have to match; None where it may be anything."""
         assert self._template is not None
         try:
@@ -122,7 +134,7 @@ class Conversations:
                 chat.choice.of(chat.tools),
                 required=chat.choice.mode == "required",
                 parallel=chat.parallel and self._template.traits.several,
-                thoughts=self._thoughts,
+                thoughts=thoughts,
                 thinking=thinking,
             )
         except GrammarError as error:

@@ -5,7 +5,7 @@ Pure: of no API, no server and no llama.cpp.
 
 from llamakeep.tool_calls.formats import FAMILIES, GENERIC, Format, format_of
 from llamakeep.tool_calls.parser import Parser
-from llamakeep.tool_calls.reasoning import Thoughts, is_left_open, is_open, thoughts_of
+from llamakeep.tool_calls.reasoning import Thoughts, is_closed, is_left_open, is_open, thoughts_of
 from llamakeep.tool_calls.values import (
     AUTO,
     NONE,
@@ -40,6 +40,7 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "format_of",
+    "is_closed",
     "is_left_open",
     "is_open",
     "thoughts_of",

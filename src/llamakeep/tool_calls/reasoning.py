@@ -38,6 +38,11 @@ def is_open(prompt: str, thoughts: Thoughts) -> bool:
     return prompt.rstrip().endswith(thoughts.open)
 
 
+def is_closed(prompt: str, thoughts: Thoughts) -> bool:
+    """Return whether an answer to `prompt` begins after thoughts, which it has no more of."""
+    return prompt.rstrip().endswith(thoughts.close)
+
+
 def is_left_open(beginning: str, thoughts: Thoughts) -> bool:
     """Return whether an answer that goes on with `beginning` does so inside of thoughts."""
     return beginning.rfind(thoughts.open) > beginning.rfind(thoughts.close)
