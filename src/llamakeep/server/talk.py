@@ -16,6 +16,7 @@ from typing import Any
 
 from llamakeep.engine.request import Finished, Piece, Stop, Update
 from llamakeep.sampling import Sampling
+from llamakeep.server.errors import ApiError
 from llamakeep.server.prompts import Prompt
 from llamakeep.tool_calls import (
     AUTO,
@@ -89,9 +90,18 @@ class Plan:
         return self.form is None and self.thoughts is None
 
     def sampling(self, sampling: Sampling) -> Sampling:
-        """Return how tokens are chosen: with the grammar of the calls, where there is one."""
+        """Return how tokens are chosen: with the grammar of the calls, where there is one.
+
+        Raises:
+            ApiError: When the request has a grammar of its own.
+        """
         if self.grammar is None:
             return sampling
+        if sampling.grammar:
+            raise ApiError(
+                "'tools' cannot be called in an answer that has to match a format of its own",
+                param="tools",
+            )
         return replace(sampling, grammar=self.grammar.text, grammar_triggers=self.grammar.triggers)
 
     def talk(self, *, keep: bool = True) -> Talk | None:
