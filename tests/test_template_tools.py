@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,8 @@ def test_a_grammar_of_the_requests_own_is_in_the_way_of_calls() -> None:
     assert (sampling.grammar, sampling.grammar_triggers) == ("root ::= [a]", ("<tool_call>",))
     with pytest.raises(ApiError, match="format of its own"):
         made.sampling(Sampling(grammar="root ::= [b]"))
+    both = replace(made, has_said=True).sampling(Sampling(grammar="root ::= [b]"))
+    assert both.grammar == "root ::= [a]"
     assert Plan(prompt, lambda: "id").sampling(Sampling(top_k=3)) == Sampling(top_k=3)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,31 @@ def test_the_whole_answer_may_say_something_instead(grammars: Grammars) -> None:
     said = '{"response": "I \\"know\\"\\u00e9\\n"}'
     assert grammars.match(grammar_of(GENERIC, TOOLS, required=False).text, said)
     assert not grammars.match(grammar_of(GENERIC, TOOLS, required=True).text, said)
+
+
+@pytest.mark.parametrize("thoughts", [None, THINK])
+@pytest.mark.parametrize("form", [GENERIC, *FAMILIES], ids=names)
+def test_what_is_said_may_have_a_schema(
+    form: Format, thoughts: Thoughts | None, grammars: Grammars
+) -> None:
+    said = {
+        "type": "object",
+        "properties": {"response": {"type": "string"}},
+        "required": ["response"],
+    }
+    grammar = grammar_of(form, TOOLS, required=False, thoughts=thoughts, said=said)
+    assert grammar.triggers == ()
+    for text in (*SAMPLES[form], '{"response": "x"}'):
+        assert grammars.match(grammar.text, text)
+        assert grammars.match(grammar.text, f"<think>so</think>\n{text}") is bool(thoughts)
+    for text in ("Hello", '{"response": 5}', "{}"):
+        assert not grammars.match(grammar.text, text)
+    required = grammar_of(form, TOOLS, required=True, said=said).text
+    assert not grammars.match(required, '{"response": "x"}')
+    with pytest.raises(GrammarError, match="format"):
+        grammar_of(form, TOOLS, required=False, said={"type": 5})
+    parser = Parser(replace(form, wraps=False), {"time": TOOLS[1]}, lambda: "id")
+    assert Reply.of(parser.feed('{"response": "x"}') + parser.finish()).text == '{"response": "x"}'
 
 
 @pytest.mark.parametrize("thinking", [False, True])

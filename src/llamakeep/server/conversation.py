@@ -6,6 +6,7 @@ import functools
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from llamakeep.chat_template import ChatTemplate, token_starts
@@ -102,6 +103,8 @@ class Conversations:
             marked = None
         thoughts = marked if chat.thoughts_apart else None
         form = self._form if tools else None
+        if form is not None and form.generic and chat.said is not None:
+            form = replace(form, wraps=False)
         marks = tuple(marker.text for marker in form.markers) if form is not None else ()
         marks += (thoughts.open, thoughts.close) if thoughts is not None else ()
         if form is not None and form.named:
@@ -120,6 +123,7 @@ class Conversations:
             thoughts=thoughts,
             thinking=thinking,
             grammar=grammar,
+            has_said=grammar is not None and chat.said is not None,
             shown=self._shown(marks),
         )
 
@@ -136,6 +140,7 @@ class Conversations:
                 parallel=chat.parallel and self._template.traits.several,
                 thoughts=thoughts,
                 thinking=thinking,
+                said=chat.said,
             )
         except GrammarError as error:
             raise ApiError(

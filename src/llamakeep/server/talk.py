@@ -41,6 +41,8 @@ class Chat:
         tools: What the model may call.
         choice: Whether it may, must or must not.
         parallel: It may call several at once.
+        said: A JSON schema of what it says where it calls nothing; None for anything. It is looked
+            at where tools may be called; without them, `Sampling.grammar` says it all.
         thoughts_apart: What it thinks is told apart; else it is content, with its marks.
         add_generation_prompt: End the prompt where the answer begins; None for yes.
         continue_final_message: The answer goes on with the last message; None if it is the
@@ -52,6 +54,7 @@ class Chat:
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     parallel: bool = True
+    said: Any = None
     thoughts_apart: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -71,6 +74,7 @@ class Plan:
         thoughts: How its thoughts are marked; None to leave them where they are.
         thinking: The prompt has opened them.
         grammar: What calls have to match; None for anything.
+        has_said: The grammar also holds what is said to its schema.
         shown: Special tokens whose text an answer has to show.
     """
 
@@ -82,6 +86,7 @@ class Plan:
     thoughts: Thoughts | None = None
     thinking: bool = False
     grammar: Grammar | None = None
+    has_said: bool = False
     shown: frozenset[int] = frozenset()
 
     @property
@@ -93,11 +98,11 @@ class Plan:
         """Return how tokens are chosen: with the grammar of the calls, where there is one.
 
         Raises:
-            ApiError: When the request has a grammar of its own.
+            ApiError: When the request has a grammar of its own, and no schema of what is said.
         """
         if self.grammar is None:
             return sampling
-        if sampling.grammar:
+        if sampling.grammar and not self.has_said:
             raise ApiError(
                 "'tools' cannot be called in an answer that has to match a format of its own",
                 param="tools",

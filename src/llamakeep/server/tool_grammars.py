@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from llamakeep.errors import GrammarError, IntegrityError
 from llamakeep.runtime.base import Vocab
@@ -41,6 +42,7 @@ class ToolGrammars:
         parallel: bool,
         thoughts: Thoughts | None,
         thinking: bool,
+        said: Any = None,
     ) -> Grammar | None:
         """Return what calls have to match; None where that is nothing, as calls need not come.
 
@@ -53,13 +55,13 @@ class ToolGrammars:
         """
         what = [(tool.name, tool.parameters, tool.strict) for tool in tools]
         marks = None if thoughts is None else thoughts.open
-        key = json.dumps([form.name, what, required, parallel, marks, thinking])
+        key = json.dumps([form.name, what, required, parallel, marks, thinking, said])
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
         if found is None:
-            found = self._make(form, tools, required, parallel, thoughts, thinking)
+            found = self._make(form, tools, required, parallel, thoughts, thinking, said)
             self._keep(key, found)
         if isinstance(found, Grammar):
             return found
@@ -76,6 +78,7 @@ class ToolGrammars:
         parallel: bool,
         thoughts: Thoughts | None,
         thinking: bool,
+        said: Any,
     ) -> Grammar | GrammarError:
         ways = (as_schema,) if any(tool.strict for tool in tools) else (as_schema, as_json)
         failed: GrammarError | None = None
@@ -88,6 +91,7 @@ class ToolGrammars:
                     parallel=parallel,
                     thoughts=thoughts,
                     thinking=thinking,
+                    said=said,
                     held=held,
                 )
                 self._vocab.check_grammar(grammar.text)

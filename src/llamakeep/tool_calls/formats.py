@@ -51,6 +51,7 @@ class Format:
         signs: Regular expressions; a template that has one of them is of this family.
         generic: The whole answer is an object: `{"tool_calls": [...]}` or `{"response": "..."}`.
             Of no family: what any model can be made to write.
+        wraps: What is said is in such an object, too; else it stands for itself.
         xml: Arguments stand between tags.
         named: The name of a call stands before its arguments, not in an object.
     """
@@ -61,6 +62,7 @@ class Format:
     arguments: str = "arguments"
     signs: tuple[str, ...] = ()
     generic: bool = False
+    wraps: bool = False
     xml: bool = False
     named: bool = False
 
@@ -82,7 +84,7 @@ LLAMA = Format(
     arguments="parameters",
     signs=(r"<\|python_tag\|>", r'(?s)<\|start_header_id\|>.*"parameters": '),
 )
-GENERIC = Format("generic", generic=True)
+GENERIC = Format("generic", generic=True, wraps=True)
 
 FAMILIES = (QWEN_CODER, HERMES, MISTRAL_NAMED, MISTRAL, LLAMA)
 """In the order in which a template is looked at."""

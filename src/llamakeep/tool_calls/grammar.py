@@ -1,7 +1,7 @@
 """Grammars, in GBNF, that make a model write calls as its family does, and as tools want them.
 
 A call that is required is all that the answer may be, after thoughts. One that may come is held to
-the grammar from the marker that announces it; what is before it is free.
+the grammar from the marker that announces it; what is before it is free, unless it has a schema.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def grammar_of(
     parallel: bool = True,
     thoughts: Thoughts | None = None,
     thinking: bool = False,
+    said: Any = None,
     held: Held = as_schema,
 ) -> Grammar:
     """Return the grammar of calls. About 0.1 ms for each property of a tool.
@@ -77,6 +78,7 @@ def grammar_of(
         parallel: Several may come.
         thoughts: How the model marks its thoughts, which may come before.
         thinking: The prompt has opened them already.
+        said: A JSON schema of the whole answer, where it calls nothing; None for anything.
         held: Says what arguments are held to.
 
     Raises:
@@ -86,11 +88,12 @@ def grammar_of(
     maker = _Maker(form, tools, parallel, held)
     triggers: tuple[str, ...] = ()
     root = "answer"
-    if form.generic:
-        said = '"{" ws "\\"response\\":" ws string ws "}"'
-        maker.add("answer", "calls", *(() if required else (said,)))
-    elif required:
+    if required:
         maker.add("answer", "calls")
+    elif said is not None:
+        maker.add("answer", "calls", maker.schema(said))
+    elif form.generic:
+        maker.add("answer", "calls", '"{" ws "\\"response\\":" ws string ws "}"')
     else:
         marked = {marker.text: f"body--{at} more" for at, marker in enumerate(form.markers)}
         if thoughts is not None:
@@ -150,6 +153,10 @@ class _Maker:
         repeats = parallel and not is_list
         self.add("more", f"({between} {first})*" if repeats else '""')
         self.add("calls", f"{first} more")
+
+    def schema(self, schema: Any) -> str:
+        """Add the rules of a schema of the whole answer; return the name of the first."""
+        return add_schema(self._rules, schema, "format")
 
     def add(self, name: str, *choices: str) -> None:
         """Add a rule. A number at a name's end has two dashes before it: no schema's rule has."""

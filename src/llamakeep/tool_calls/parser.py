@@ -436,7 +436,7 @@ class Parser:
         yield from reader.space()
         key = yield from self._key()
         letter = yield from reader.peek()
-        if key == "response" and letter == '"':
+        if key == "response" and letter == '"' and self._form is not None and self._form.wraps:
             reader.release()
             self._space = []
             if not (yield from reader.text(lambda text: self._out.append(Content(text)))):
