@@ -320,6 +320,8 @@ def test_a_stop_string_ends_a_call(qwen: Served, says: Callable[[str], None]) ->
     says(CALL["qwen"])
     (choice,) = qwen.answer(CHAT, messages=ASKED, tools=TOOLS, stop="Ro")["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "stop"
+    (choice,) = qwen.answer(CHAT, messages=ASKED, tools=TOOLS, stop="</tool_call>")["choices"]
     assert choice["finish_reason"] == "tool_calls"
 
 

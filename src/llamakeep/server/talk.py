@@ -138,7 +138,7 @@ class Ending(str, enum.Enum):
     CALLS = "calls"
     """The model waits for results of its calls."""
     LIMIT = "limit"
-    """It was cut off; arguments of the last call may be incomplete."""
+    """It was cut off; so may be the arguments of its last call. WORD and SAID can do that, too."""
     CANCELLED = "cancelled"
     """Nobody wants the rest."""
 
@@ -177,9 +177,9 @@ class Talk:
             self.reply.add(self.deltas)
 
     @property
-    def n_calls(self) -> int:
-        """Calls that have begun."""
-        return self._parser.n_calls
+    def has_calls(self) -> bool:
+        """Whether there are calls, all with complete arguments."""
+        return self._parser.has_calls
 
     @property
     def is_complete(self) -> bool:
@@ -190,6 +190,6 @@ class Talk:
 def ending_of(finished: Finished, talk: Talk | None) -> Ending:
     """Return why an answer ended."""
     is_cut = finished.stop in (Stop.LIMIT, Stop.CANCELLED)
-    if talk is not None and talk.n_calls and (talk.is_complete or not is_cut):
+    if talk is not None and talk.has_calls and (talk.is_complete or not is_cut):
         return Ending.CALLS
     return _ENDINGS[finished.stop]

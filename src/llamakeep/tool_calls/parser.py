@@ -11,27 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from llamakeep.tool_calls.formats import FUNCTION, Body, Format, Marker
-from llamakeep.tool_calls.reader import Reader, Reading, drop
+from llamakeep.tool_calls.calls import CallReader
+from llamakeep.tool_calls.formats import Format
+from llamakeep.tool_calls.reader import Reader, Reading
 from llamakeep.tool_calls.reasoning import Thoughts
-from llamakeep.tool_calls.values import (
-    MOST_NAME_CHARS,
-    CallArguments,
-    CallBegins,
-    Content,
-    Delta,
-    Reasoning,
-    Tool,
-    json_object,
-)
-from llamakeep.tool_calls.xml_values import Values
+from llamakeep.tool_calls.values import Delta, Reasoning, Tool
+from llamakeep.tool_calls.voice import Voice
 
-_ARGUMENTS = ("arguments", "parameters")
-_MOST_ID_CHARS = 64
-_SPACES = " \t\r\n"
 _ALL = re.compile(r"(?s:.*)")
-_PARAMETER = "<parameter="
-_TAGS = (_PARAMETER, "</function>", "</tool_call>")
 
 
 class Parser:
@@ -45,9 +32,6 @@ class Parser:
         thinking: The prompt has opened them already.
         parallel: Several calls may come; else all after the first is dropped.
 
-    Attributes:
-        n_calls: Calls that have begun.
-        complete: There is no more to come, whatever the model writes: the only call is complete.
     """
 
     def __init__(
@@ -60,33 +44,42 @@ class Parser:
         thinking: bool = False,
         parallel: bool = True,
     ) -> None:
-        self.n_calls = 0
-        self.complete = False
         self._form = form if tools else None
-        self._tools = tools
-        self._new_id = new_id
         self._thoughts = thoughts
         self._thinking = thinking and thoughts is not None
-        self._parallel = parallel
-        self._markers = {marker.text: marker for marker in form.markers} if form else {}
         self._reader = Reader()
-        self._out: list[Delta] = []
-        self._space: list[str] = []  # may belong to a call, or to the end of the thoughts
+        self._voice = Voice()
+        self._calls = CallReader(self._reader, self._voice, tools, new_id, parallel)
         self._run: Reading[None] | None = self._answer()
         self._resume()
+
+    @property
+    def n_calls(self) -> int:
+        """Calls that have begun."""
+        return self._calls.n_calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls, all with complete arguments."""
+        return self.n_calls > 0 and not self._calls.is_open
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more is to come, whatever the model writes: the only call is complete."""
+        return self._calls.complete
 
     def feed(self, text: str) -> list[Delta]:
         """Go on with a piece of the text, and return what is certain now."""
         if text and self._run is not None:
             self._reader.push(text)
             self._resume()
-        return self._taken()
+        return self._voice.taken()
 
     def finish(self) -> list[Delta]:
         """Return the rest, at the end of the text."""
         self._reader.ended = True
         self._resume()
-        return self._taken()
+        return self._voice.taken()
 
     def _resume(self) -> None:
         if self._run is not None:
@@ -95,74 +88,50 @@ class Parser:
             except StopIteration:
                 self._run = None
 
-    def _taken(self) -> list[Delta]:
-        """Return what there is, pieces that belong together as one."""
-        out, self._out = self._out, []
-        joined: list[Delta] = []
-        for delta in out:
-            last = joined[-1] if joined else None
-            if isinstance(delta, Content) and isinstance(last, Content):
-                joined[-1] = Content(last.text + delta.text)
-            elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
-                joined[-1] = Reasoning(last.text + delta.text)
-            elif isinstance(delta, CallArguments) and isinstance(last, CallArguments):
-                joined[-1] = CallArguments(delta.index, last.json_text + delta.json_text)
-            else:
-                joined.append(delta)
-        return joined
-
-    # -- what is said and thought ------------------------------------------------------------------
-    def _say(self, text: str, make: Callable[[str], Delta] = Content) -> None:
-        """Hand on a text, but for white space at its end, which may turn out to be layout."""
-        bare = text.rstrip(_SPACES)
-        if bare:
-            self._out.append(make("".join(self._space) + bare))
-            self._space = []
-        if len(bare) < len(text):
-            self._space.append(text[len(bare) :])
-
     def _answer(self) -> Reading[None]:
+        voice = self._voice
         if self._thoughts is not None:
             yield from self._think(self._thoughts)
         if self._form is None:
-            self._out += map(Content, self._space)
-            self._space = []
-            yield from self._reader.take_while(_ALL, lambda text: self._out.append(Content(text)))
+            voice.keep_space()
+            yield from self._reader.take_while(_ALL, voice.say_all)
             return
         yield from self._speak(self._form)
         if not self.n_calls:
-            self._out += map(Content, self._space)
+            voice.keep_space()
 
     def _think(self, thoughts: Thoughts) -> Reading[None]:
         """Read thoughts, if the answer begins with them."""
-        reader = self._reader
+        reader, voice = self._reader, self._voice
         if not self._thinking:
             reader.hold()
             yield from reader.space()
             if not (yield from reader.literal(thoughts.open)):
-                self._say(reader.release())
+                voice.say(reader.release())
                 return
             reader.release()
         else:
             yield from reader.space()
             yield from reader.literal(thoughts.open)  # some models write it once more
         yield from reader.space()
-        yield from reader.through(thoughts.close, lambda text: self._say(text, Reasoning))
-        self._space = []
+        yield from reader.through(thoughts.close, lambda text: voice.say(text, Reasoning))
+        voice.drop_space()
         yield from reader.space()
 
     def _speak(self, form: Format) -> Reading[None]:
-        reader = self._reader
+        """Read what is said, and calls in between."""
+        reader, say, calls = self._reader, self._voice.say, self._calls
         if form.generic or form.bare:
             reader.hold()
             yield from reader.space()
-            yield from self._generic() if form.generic else self._more()
-            self._say(reader.release())
-        texts = tuple(self._markers)
+            yield from calls.generic(wraps=form.wraps) if form.generic else calls.more()
+            say(reader.release())
+        markers = {marker.text: marker for marker in form.markers}
+        texts = tuple(markers)
         firsts = re.escape("".join({text[0] for text in texts}))
         others = re.compile(f"[^{firsts}]*") if firsts else _ALL
         while not self.complete:
-            yield from reader.take_while(others, self._say)
+            yield from reader.take_while(others, say)
             if not (yield from reader.peek()):
                 return
             reader.hold()
@@ -170,277 +139,9 @@ class Parser:
             if text is None:
                 reader.take()
             else:
-                yield from self._marked(self._markers[text])
+                yield from calls.marked(markers[text])
                 if form.bare and not self.complete:
-                    self._say(reader.release())
+                    say(reader.release())
                     reader.hold()
-                    yield from self._more(separated=True)
-            self._say(reader.release())
-
-    # -- calls: what is held when one of these returns turned out to be content --------------------
-    def _marked(self, marker: Marker) -> Reading[None]:
-        """Read what follows a marker."""
-        reader = self._reader
-        if marker.body is Body.FUNCTION:
-            is_done = yield from self._function()
-        else:
-            yield from reader.space()
-            letter = yield from reader.peek()
-            if marker.body is Body.TAGGED and letter == "<":
-                if not (yield from reader.literal(FUNCTION.text)):
-                    return
-                is_done = yield from self._function()
-            elif letter and letter in "[{":
-                is_done = yield from self._objects()
-            else:
-                is_done = marker.body is Body.NAMED and (yield from self._named())
-        if is_done and marker.close:
-            yield from self._close(marker.close)
-
-    def _close(self, text: str) -> Reading[None]:
-        """Read what may come after a call."""
-        if not self.complete:
-            self._reader.hold()
-            yield from self._reader.space()
-            if (yield from self._reader.one_of((text,), or_cut=True)):
-                self._reader.release()
-
-    def _more(self, *, separated: bool = False) -> Reading[None]:
-        """Read objects without markers, one after the other."""
-        reader = self._reader
-        while True:
-            if separated:
-                yield from reader.space()
-                if (yield from reader.one_of((";", ","))):
-                    yield from reader.space()
-            if (yield from reader.peek()) != "{" or not (yield from self._object(sure=False)):
-                return
-            if self.complete:
-                return
-            reader.release()
-            reader.hold()
-            separated = True
-
-    def _begin(self, tool: Tool, call_id: str | None = None) -> None:
-        """Tell that a call begins: what was held belongs to it."""
-        self._reader.release()
-        self._space = []
-        self._out.append(CallBegins(self.n_calls, call_id or self._new_id(), tool.name))
-        self.n_calls += 1
-
-    def _write(self, text: str) -> None:
-        self._out.append(CallArguments(self.n_calls - 1, text))
-
-    def _end(self) -> bool:
-        """Note that the arguments are complete."""
-        self._reader.hold()
-        self.complete = not self._parallel
-        if self.complete:
-            self._reader.release()
-        return True
-
-    def _objects(self) -> Reading[bool]:
-        """Read an object, or a list of them; false where that ends early."""
-        reader = self._reader
-        if not (yield from reader.literal("[")):
-            is_done = yield from self._object(sure=True)
-            if is_done:
-                reader.release()
-            return is_done
-        while True:
-            yield from reader.space()
-            if not (yield from self._object(sure=True)):
-                return False
-            if self.complete:
-                return True
-            reader.release()
-            reader.hold()
-            yield from reader.space()
-            end = yield from reader.one_of((",", "]"))
-            if end != ",":
-                if end:
-                    reader.release()
-                return end is not None
-
-    def _object(self, *, sure: bool) -> Reading[bool]:
-        """Read an object, and tell the call that it is; false if it is none, or not complete.
-
-        Args:
-            sure: It is a call if it has a name, though it may have no arguments.
-        """
-        reader = self._reader
-        tool: Tool | None = None
-        arguments: str | None = None
-        told = False
-        end: str | None = "{"
-        if not (yield from reader.literal("{")):
-            return False
-        while end != "}":
-            yield from reader.space()
-            if end == "{" and (yield from reader.literal("}")):
-                return False
-            key = yield from self._key()
-            if key == "name" and tool is None:
-                tool = yield from self._name()
-                if tool is None:
-                    return False
-            elif key in _ARGUMENTS and arguments is None:
-                if tool is not None and (yield from reader.peek()) == "{":
-                    self._begin(tool)
-                    if not (yield from reader.value(self._write)):
-                        return False
-                    told, arguments = self._end(), ""
-                else:
-                    arguments = yield from self._arguments()
-                    if arguments is None:
-                        return False
-            elif key is None or not (yield from reader.value(drop)):
-                return False
-            if tool is not None and arguments is not None and not told:
-                told = self._tell(tool, arguments)
-            if self.complete:
-                return True
-            yield from reader.space()
-            end = yield from reader.one_of((",", "}"))
-            if end is None:
-                return False
-        if not told and tool is not None and sure:
-            told = self._tell(tool, "{}")
-        return told
-
-    def _tell(self, tool: Tool, arguments: str) -> bool:
-        self._begin(tool)
-        self._write(arguments)
-        return self._end()
-
-    def _key(self) -> Reading[str | None]:
-        """Read a key and its colon; None if they are not there."""
-        reader = self._reader
-        if (yield from reader.peek()) != '"':
-            return None
-        pieces: list[str] = []
-        if not (yield from reader.text(pieces.append)):
-            return None
-        yield from reader.space()
-        if not (yield from reader.literal(":")):
-            return None
-        yield from reader.space()
-        return "".join(pieces)
-
-    def _name(self) -> Reading[Tool | None]:
-        """Read a string; return the tool that it names."""
-        pieces: list[str] = []
-        if (yield from self._reader.peek()) != '"':
-            return None
-        if not (yield from self._reader.text(pieces.append)):
-            return None
-        return self._tools.get("".join(pieces))
-
-    def _arguments(self) -> Reading[str | None]:
-        """Read arguments up to their end: an object, null, or a string that has an object."""
-        reader = self._reader
-        first = yield from reader.peek()
-        pieces: list[str] = []
-        read = reader.text if first == '"' else reader.value
-        if not (yield from read(pieces.append)):
-            return None
-        text = "".join(pieces)
-        if first == "{":
-            return text
-        if first == '"':
-            return text if json_object(text) is not None else "{}" if not text else None
-        return "{}" if text == "null" else None
-
-    def _named(self) -> Reading[bool]:
-        """Read `name[ARGS]{...}`."""
-        reader = self._reader
-        name = yield from reader.until("[{ \t\r\n", MOST_NAME_CHARS, but="<")
-        tool = self._tools.get(name or "")
-        if tool is None:
-            return False
-        yield from reader.space()
-        call_id = None
-        if (yield from reader.literal("[CALL_ID]")):
-            call_id = yield from reader.until("[", _MOST_ID_CHARS, but="<{")
-        yield from reader.literal("[ARGS]")
-        yield from reader.space()
-        if (yield from reader.peek()) != "{":
-            return False
-        self._begin(tool, call_id)
-        is_done = (yield from reader.value(self._write)) and self._end()
-        reader.release()
-        return is_done
-
-    def _function(self) -> Reading[bool]:
-        """Read `name>`, arguments, and `</function>`."""
-        reader = self._reader
-        name = yield from reader.until(">", MOST_NAME_CHARS, but="<\n")
-        tool = self._tools.get(name or "")
-        if tool is None:
-            return False
-        reader.take()
-        yield from reader.space()
-        if (yield from reader.peek()) != "{":
-            return (yield from self._parameters(tool))
-        self._begin(tool)
-        if not (yield from reader.value(self._write)):
-            return False
-        self._end()
-        yield from self._close(FUNCTION.close)
-        return True
-
-    def _parameters(self, tool: Tool) -> Reading[bool]:
-        """Read `<parameter=key>value</parameter>` ..., up to the end of the function."""
-        reader = self._reader
-        values = Values(tool, self._write)
-        begun = False
-        while True:
-            yield from reader.space()
-            tag = yield from reader.one_of(_TAGS, or_cut=True)
-            key = None
-            if tag == _PARAMETER:
-                key = yield from reader.until(">", MOST_NAME_CHARS, but="<\n")
-            if key is None:
-                break
-            reader.take()
-            if not begun:
-                self._begin(tool)
-                begun = True
-            reader.release()
-            values.begin(key)
-            if not (yield from reader.through("</parameter>", values.push)):
-                return False
-            values.end()
-            reader.hold()
-        is_cut = not (yield from reader.peek()) and (reader.was_cut or tag in (None, _PARAMETER))
-        if is_cut and begun:
-            reader.release()
-        if is_cut or (tag in (None, _PARAMETER) and not begun):
-            return False
-        if not begun:
-            self._begin(tool)
-        is_clean = tag not in (None, _PARAMETER)
-        rest = "" if is_clean else reader.release()
-        values.close()
-        self._end()
-        reader.release()
-        if rest and not self.complete:
-            self._say(rest)
-        return is_clean
-
-    def _generic(self) -> Reading[None]:
-        """Read `{"tool_calls": [...]}` or `{"response": "..."}`."""
-        reader = self._reader
-        if not (yield from reader.literal("{")):
-            return
-        yield from reader.space()
-        key = yield from self._key()
-        letter = yield from reader.peek()
-        if key == "response" and letter == '"' and self._form is not None and self._form.wraps:
-            reader.release()
-            self._space = []
-            if not (yield from reader.text(lambda text: self._out.append(Content(text)))):
-                return
-        elif key != "tool_calls" or letter != "[" or not (yield from self._objects()):
-            return
-        yield from self._close("}")
+                    yield from calls.more(separated=True)
+            say(reader.release())
