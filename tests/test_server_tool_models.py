@@ -132,7 +132,7 @@ def test_thoughts_come_before_a_call_that_is_required(tiny_model: Callable[[str]
 
 
 def test_a_template_that_knows_no_tools_gets_them_told(smollm2_path: Path) -> None:
-    from llamakeep.runtime.llama_cpp import load_vocab
+    from llamakeep.runtime.llama_text import load_vocab
 
     vocab = load_vocab(smollm2_path)
     source = vocab.chat_template
