@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.server.conversation import Conversations
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.schema import TemplateFields
 
 ASKED = {"role": "user", "content": "hi"}
@@ -42,7 +43,7 @@ PREFILLS = st.one_of(
 def text_of(content: Any, source: str = "chatml", **fields: Any) -> str:
     conversations = Conversations(ChatTemplate(source), FakeVocab(300))
     messages = [ASKED, {"role": "assistant", "content": content}]
-    return conversations.text(TemplateFields(messages=messages, **fields))
+    return conversations.text(chat_of(TemplateFields(messages=messages, **fields)))
 
 
 @given(prefill=PREFILLS)
@@ -69,7 +70,7 @@ def test_what_the_template_makes_of_thoughts_stays() -> None:
 def test_the_starts_are_those_of_the_whole_conversation() -> None:
     conversations = Conversations(ChatTemplate("chatml"), FakeVocab(300))
     messages = [ASKED, {"role": "assistant", "content": "<"}]
-    prompt = conversations.prompt(TemplateFields(messages=messages))
+    prompt = conversations.prompt(chat_of(TemplateFields(messages=messages)))
     assert prompt.starts == (1,), "after the token that begins every prompt"
 
 

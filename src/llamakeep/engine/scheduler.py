@@ -298,6 +298,8 @@ class Scheduler:
             job.count_end(self._clock())
             self._finish(slot, job, Stop.END)
             return
+        if choice.token in request.shown:
+            piece = self._vocab.piece(choice.token, special=True)
         job.push(choice, piece, self._clock())
         if job.stopping_word:
             self._finish(slot, job, Stop.WORD)

@@ -49,7 +49,7 @@ def create_app(
     options = options or ServerOptions()
     context = Context(engine, options)
     _ = context.vocab.ends  # found here, and not in the event loop
-    conversations = Conversations(template, context.vocab)
+    conversations = Conversations(template, context.vocab, engine.n_ctx)
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
     add_routes(

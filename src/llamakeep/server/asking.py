@@ -111,6 +111,7 @@ def requests_of(
     max_tokens: int | None,
     n_probs: int,
     label: str,
+    shown: frozenset[int] = frozenset(),
 ) -> list[Request]:
     """Return a request for each answer: each prompt `n` times, prompts first.
 
@@ -142,6 +143,7 @@ def requests_of(
                     max_tokens=limit,
                     sampling=replace(sampling, seed=seed) if choice else sampling,
                     stop=body.stop_words(),
+                    shown=shown,
                     n_probs=n_probs,
                     user_starts=prompt.starts,
                     mode=mode_of(body),

@@ -1,7 +1,7 @@
 """Fields that shape an answer's form and are not there yet, and samplers that llamakeep lacks.
 
 Ignoring them would give answers that are not what was asked for. So each is a 400 with its name,
-unless its value asks for nothing. Tools will be read here.
+unless its value asks for nothing. Tools are a chat's alone, where they are read.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, starts_of, tokenize_mixed, tokenize_prompts
 from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import (
@@ -148,8 +149,8 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
     ) -> Response:
         """Return the prompt that a conversation becomes."""
-        size = size_of(body.messages, options.inline_chars)
-        text = await soon(options, size, lambda: conversations.text(body, body.tools))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        text = await soon(options, size, lambda: conversations.text(chat_of(body)))
         return answer_json({"prompt": text})
 
     return router

@@ -17,11 +17,13 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, tokenize_prompts
 from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
 from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, Models
 from llamakeep.server.sse import stream
+from llamakeep.server.talk import Plan
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
 
@@ -47,10 +49,13 @@ async def _answer(
     max_tokens: int | None,
     n_probs: int,
     label: str,
+    plan: Plan | None = None,
 ) -> Response:
     options = context.options
     defaults = options.openai_sampling or openai_defaults(options.sampling)
     sampling = await sampling_soon(context, body, defaults)
+    if plan is not None:
+        sampling = plan.sampling(sampling)
     requests = requests_of(
         context,
         body,
@@ -59,10 +64,11 @@ async def _answer(
         max_tokens=max_tokens,
         n_probs=n_probs,
         label=label,
+        shown=frozenset() if plan is None else plan.shown,
     )
     if body.stream:
-        return await stream(context.engine, requests, request.receive, encoder, options)
-    answers = await collect(context.engine, requests, request.receive)
+        return await stream(context.engine, requests, request.receive, encoder, options, plan)
+    answers = await collect(context.engine, requests, request.receive, plan=plan)
     size = sum(answer.size for answer in answers)
     depth = _DEPTH if size > options.inline_chars else 0
     return await soon(options, size, lambda: answer_json(encoder.whole(answers), depth=depth))
@@ -127,8 +133,8 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         constraints.refuse(body.model_extra)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        size = size_of(body.messages, options.inline_chars)
-        prompt = await soon(options, size, lambda: conversations.prompt(body))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        plan = await soon(options, size, lambda: conversations.plan(chat_of(body)))
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer_id = new_id("chatcmpl-")
         encoder = ChatEncoder(body, answer_id, engine.model_name, options.build, context.vocab, top)
@@ -136,19 +142,20 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
             context,
             request,
             body,
-            [prompt],
+            [plan.prompt],
             encoder,
             max_tokens=options.n_predict,
             n_probs=0 if top is None else max(1, top),
             label=answer_id,
+            plan=None if plan.is_plain else plan,
         )
 
     async def count(
         body: Annotated[ApplyTemplate, example(messages=_MESSAGES)],
     ) -> Response:
         """Return how many tokens a conversation has, without answering it."""
-        size = size_of(body.messages, options.inline_chars)
-        prompt = await soon(options, size, lambda: conversations.prompt(body, body.tools))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        prompt = await soon(options, size, lambda: conversations.prompt(chat_of(body)))
         return answer_json(
             {"object": "response.input_tokens", "input_tokens": int(prompt.tokens.size)}
         )

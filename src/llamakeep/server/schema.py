@@ -17,6 +17,7 @@ MOST_PROBS = 100
 _TEXT = 256
 _WORDS = 128
 _WORD_CHARS = 4096
+_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=-1, le=MOST)]
 Number = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -52,6 +53,14 @@ _STOP = {
         {"type": "null"},
     ]
 }
+_CHOICE = {
+    "anyOf": [
+        {"type": "string", "enum": ["auto", "none", "required"]},
+        {"type": "object"},
+        {"type": "null"},
+    ]
+}
+Choice = Annotated[Any, WithJsonSchema(_CHOICE)]
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
 Schema = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "null"}]})
@@ -291,6 +300,19 @@ class TemplateFields(_Body):
         default=None, description="More values for the template."
     )
     reasoning_effort: Name | None = Field(default=None, description="Handed to the template.")
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
+        default=None,
+        description="`none` leaves what the model thinks in the content; else it stands apart.",
+    )
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_TOOLS)] | None = Field(
+        default=None, description="What the model may call."
+    )
+    tool_choice: Choice = Field(
+        default=None, description="auto, none, required, or an object that names a function."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false ends the answer after one call."
+    )
 
 
 class ChatCompletion(OpenAIFields, TemplateFields):
@@ -304,8 +326,6 @@ class ChatCompletion(OpenAIFields, TemplateFields):
 
 class ApplyTemplate(TemplateFields):
     """A request to `/apply-template`, or to count the tokens of a conversation."""
-
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Handed to the template.")
 
 
 class Tokenize(_Body):

@@ -103,11 +103,28 @@ class ChatLogprobs(_Answer):
     content: list[Chosen]
 
 
+class CalledFunction(_Answer):
+    """A tool that the model calls."""
+
+    name: str
+    arguments: str
+
+
+class MadeToolCall(_Answer):
+    """A call of the model's."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Answer):
-    """What the model said."""
+    """What the model said, thought and called."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[MadeToolCall] | None = None
 
 
 class ChatChoice(_Answer):
@@ -116,7 +133,7 @@ class ChatChoice(_Answer):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class _OpenAIAnswer(_Answer):
