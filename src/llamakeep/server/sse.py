@@ -123,7 +123,7 @@ class EventStream(StreamingResponse):
                 if not inbox.is_open:
                     data += self._encoder.tail()
                 elif pinger.is_due and not data:
-                    data = PING
+                    data = self._encoder.ping
                 if data:
                     yield data
                     pinger.rest()
