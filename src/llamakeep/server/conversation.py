@@ -143,11 +143,12 @@ class Conversations:
                 thoughts=thoughts,
                 thinking=thinking,
                 said=chat.said,
+                said_where=chat.said_where,
             )
         except GrammarError as error:
-            if not tools:
+            if not tools or (chat.said is not None and error.where.startswith(chat.said_where)):
                 message = f"the answer cannot be held to its format: {error}"
-                raise ApiError(message, param=error.where or None) from error
+                raise ApiError(message, param=error.where or chat.said_where) from error
             raise ApiError(
                 f"'tools': calls cannot be held to them: {error}", param="tools"
             ) from error
