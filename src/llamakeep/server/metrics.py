@@ -34,6 +34,9 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/chat/completions/input_tokens",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{id}",
     "/v1/models",
     "/completion",
     "/tokenize",
@@ -55,6 +58,7 @@ ERRORS = tuple(name for name, _ in inspect.getmembers(errors, inspect.isclass))
 _ALIASES = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/completion",
+    "/responses": "/v1/responses",
     "/models": "/v1/models",
     "/v1/health": "/health",
 }
@@ -65,6 +69,7 @@ _REFUSALS: dict[type[LlamakeepError], str] = {
 }
 _REFUSED_BY = {401: "no_key", 413: "too_large"}
 _SLOT = re.compile(r"/slots/[^/]*")
+_RESPONSE = re.compile(r"/v1/responses/[^/]+(/cancel|/input_items)?")
 _KIND = re.compile(r"[a-z_]{1,40}")
 _MOST_KINDS = 32
 _RECENT = 32
@@ -77,6 +82,8 @@ def endpoint_of(path: str) -> str:
     path = _ALIASES.get(path, path)
     if _SLOT.fullmatch(path):
         return "/slots/{id}"
+    if path not in ENDPOINTS and _RESPONSE.fullmatch(path):
+        return "/v1/responses/{id}"
     return path if path in ENDPOINTS else OTHER
 
 
