@@ -288,7 +288,7 @@ def test_results_reach_the_prompt_as_in_a_chat(
     assert answer["usage"]["input_tokens"] == counted["input_tokens"]
 
 
-@pytest.mark.parametrize("n_tokens", [5, 60, 70])
+@pytest.mark.parametrize("n_tokens", [5, 55, 60])
 def test_a_call_that_is_cut_off_is_incomplete(
     qwen: Served,  # noqa: F811
     says: Says,  # noqa: F811
@@ -306,6 +306,18 @@ def test_a_call_that_is_cut_off_is_incomplete(
             assert '{"city": "Rome"}'.startswith(item["arguments"])
         else:
             assert item["content"][0]["text"] == CALL["qwen"][:n_tokens]
+
+
+def test_a_call_is_complete_where_the_answer_after_it_is_not(
+    qwen: Served,  # noqa: F811
+    says: Says,  # noqa: F811
+) -> None:
+    says(CALL["qwen"] + "\n" + CALL["qwen"])
+    answer = ask(qwen, tools=TOOLS, max_output_tokens=len(CALL["qwen"]))
+    assert [item["status"] for item in answer["output"]] == ["completed"]
+    assert answer["status"] == "incomplete"
+    answer = ask(qwen, tools=TOOLS, stop='"city": "R')
+    assert [item["status"] for item in answer["output"]] == ["incomplete"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -619,6 +631,55 @@ def test_endpoints_have_labels() -> None:
     assert endpoint_of("/responses") == endpoint_of(PATH) == PATH
     assert endpoint_of(f"{PATH}/input_tokens") == f"{PATH}/input_tokens"
     assert endpoint_of(f"{PATH}/resp_1/cancel") == f"{PATH}/{{id}}"
+
+
+def test_what_coding_agents_send_is_answered(qwen: Served, says: Says) -> None:  # noqa: F811
+    says(called("mcp__files__.read", {"city": "Rome"}))
+    patch = {"type": "grammar", "syntax": "lark", "definition": "start: patch"}
+    shell: dict[str, Any] = {
+        "type": "function",
+        "name": "shell",
+        "description": "Runs a command.",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    }
+    text = {"type": "input_text", "text": "Where am I?"}
+    first = {"type": "message", "role": "developer", "content": [text]}
+    items: list[Any] = [first, first | {"role": "user"}, first | {"role": "user"}]
+    body: dict[str, Any] = {
+        "model": "any",
+        "instructions": "You are an agent.",
+        "tools": [
+            shell,
+            {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": patch},
+            SPACE | {"name": "mcp__files__"},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0195",
+        "text": {"verbosity": "medium"},
+        "client_metadata": {"installation": "x"},
+    }
+    events = events_of(qwen, input=items, **body)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(item["name"], item["namespace"]) for item in done] == [("read", "mcp__files__")]
+    assert done == events[-1]["response"]["output"]
+    result = [{"type": "input_text", "text": "Nothing."}]
+    items += done
+    items.append({"type": "function_call_output", "call_id": done[0]["call_id"], "output": result})
+    says("Nowhere.")
+    last = events_of(qwen, input=items, **body)[-1]
+    assert last["type"] == "response.completed"
+    cached = last["response"]["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached > 0.9 * events[-1]["response"]["usage"]["input_tokens"]
 
 
 # -- what cannot be meant --------------------------------------------------------------------------

@@ -61,6 +61,14 @@ class _Item(ABC):
         """Return the events of what is added only once nothing more comes."""
         return []
 
+    def status(self, default: str) -> str:
+        """Return how it ended.
+
+        Args:
+            default: What the end of the answer says of it.
+        """
+        return default
+
     @abstractmethod
     def json(self, status: str) -> dict[str, Any]:
         """Return it as it is now."""
@@ -197,6 +205,15 @@ class _Call(_Item):
         super().__init__(item_id, index)
         self._call_id = call_id
         self._known = known
+        self._written: list[str] = []
+
+    @property
+    def written(self) -> str:
+        """What the model has written: a JSON object, once it is complete."""
+        return "".join(self._written)
+
+    def status(self, default: str) -> str:
+        return COMPLETED if json_object(self.written) is not None else INCOMPLETE
 
     def json(self, status: str) -> dict[str, Any]:
         item = {
@@ -212,6 +229,10 @@ class _Call(_Item):
         return item
 
     def push(self, text: str, probs: Sequence[Choice]) -> list[Event]:
+        self._written.append(text)
+        return self._told(text)
+
+    def _told(self, text: str) -> list[Event]:
         self._pieces.append(text)
         return [(f"{self.event}.delta", self._at | {"delta": text})]
 
@@ -229,17 +250,15 @@ class _CustomCall(_Call):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._input = InputText()
-        self._written: list[str] = []
 
     def push(self, text: str, probs: Sequence[Choice]) -> list[Event]:
         self._written.append(text)
         piece = self._input.push(text)
-        return super().push(piece, probs) if piece else []
+        return self._told(piece) if piece else []
 
     def settled(self) -> list[Event]:
-        written = "".join(self._written)
-        is_other = not self._input.is_there and json_object(written) is not None
-        return super().push(written, ()) if is_other else []
+        is_other = not self._input.is_there and json_object(self.written) is not None
+        return self._told(self.written) if is_other else []
 
 
 class InputText:
@@ -364,7 +383,7 @@ class Items:
         assert self._open is not None
         item, self._open = self._open, None
         events = item.settled()
-        self.output.append(item.json(status))
+        self.output.append(item.json(item.status(status)))
         return events + item.closed(self.output[-1])
 
     @property
