@@ -17,17 +17,10 @@ from llamakeep.server.responses_input import opened, sealed
 from llamakeep.server.responses_items import InputText
 from llamakeep.server.responses_tools import HOSTED
 from llamakeep.server.shapes import ResponseAnswer
+from tests import test_server_tool_calls as tool_calls
 from tests.engine_tools import runtime_of
 from tests.server_tools import ONLY_A, Served, served
-from tests.test_server_tool_calls import (  # noqa: F401 - fixtures
-    CALL,
-    CITY,
-    SAY,
-    family,
-    qwen,
-    says,
-    source,
-)
+from tests.test_server_tool_calls import CALL, CITY, SAY, source
 
 PATH = "/v1/responses"
 CHAT = "/v1/chat/completions"
@@ -37,6 +30,8 @@ TIME: dict[str, Any] = {"type": "function", "name": "time"}
 TOOLS = [WEATHER, TIME]
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 Says = Callable[[str], None]
+
+family, qwen, says = tool_calls.family, tool_calls.qwen, tool_calls.says
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +107,7 @@ def prompt_of(server: Served, seen: list[Any], **body: Any) -> str:
 
 
 @pytest.fixture
-def seen(qwen: Served, thinker: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:  # noqa: F811
+def seen(qwen: Served, thinker: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of an engine, from now on."""
     requests: list[Any] = []
     for server in (qwen, thinker):
@@ -217,7 +212,7 @@ def test_a_stream_tells_what_a_whole_answer_is(server: Served) -> None:
 
 def test_probabilities_come_with_the_text_where_they_are_included(
     thinker: Served,
-    says: Says,  # noqa: F811
+    says: Says,
 ) -> None:
     says("So.</think>Hi " + CALL["qwen"])
     asked = {"tools": TOOLS, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -235,8 +230,8 @@ def test_probabilities_come_with_the_text_where_they_are_included(
 
 # -- tools -----------------------------------------------------------------------------------------
 def test_a_call_is_answered_whole_and_in_events(
-    family: tuple[str, Served],  # noqa: F811
-    says: Says,  # noqa: F811
+    family: tuple[str, Served],
+    says: Says,
 ) -> None:
     name, server = family
     says(CALL[name])
@@ -260,8 +255,8 @@ def test_a_call_is_answered_whole_and_in_events(
 
 
 def test_results_reach_the_prompt_as_in_a_chat(
-    family: tuple[str, Served],  # noqa: F811
-    says: Says,  # noqa: F811
+    family: tuple[str, Served],
+    says: Says,
 ) -> None:
     name, server = family
     says(CALL[name])
@@ -290,8 +285,8 @@ def test_results_reach_the_prompt_as_in_a_chat(
 
 @pytest.mark.parametrize("n_tokens", [5, 55, 60])
 def test_a_call_that_is_cut_off_is_incomplete(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     n_tokens: int,
 ) -> None:
     says(CALL["qwen"])
@@ -309,8 +304,8 @@ def test_a_call_that_is_cut_off_is_incomplete(
 
 
 def test_a_call_is_complete_where_the_answer_after_it_is_not(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
 ) -> None:
     says(CALL["qwen"] + "\n" + CALL["qwen"])
     answer = ask(qwen, tools=TOOLS, max_output_tokens=len(CALL["qwen"]))
@@ -322,8 +317,8 @@ def test_a_call_is_complete_where_the_answer_after_it_is_not(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_alone_ends_the_answer(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     stream: bool,
 ) -> None:
     says("Both.\n" + CALL["qwen"] + "\n" + CALL["qwen"] + "x" * 3000)
@@ -335,8 +330,8 @@ def test_one_call_alone_ends_the_answer(
 
 
 def test_what_is_said_after_a_call_is_a_message_of_its_own(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     seen: list[Any],
 ) -> None:
     says("One. " + CALL["qwen"] + " Two. " + CALL["qwen"])
@@ -370,8 +365,8 @@ def called(name: str, arguments: Any) -> str:
 
 @pytest.mark.parametrize("namespace", [None, "files"])
 def test_a_custom_tool_gets_a_text(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     seen: list[Any],
     namespace: str | None,
 ) -> None:
@@ -396,8 +391,8 @@ def test_a_custom_tool_gets_a_text(
 
 
 def test_a_namespace_is_before_the_names_of_its_tools(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     seen: list[Any],
 ) -> None:
     says(called("files.read", {"city": "Rome"}))
@@ -409,7 +404,7 @@ def test_a_namespace_is_before_the_names_of_its_tools(
 
 
 def test_a_custom_tools_grammar_is_told_to_the_model(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     seen: list[Any],
 ) -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": "start: /31337/"}
@@ -437,8 +432,8 @@ def test_the_input_of_a_custom_tool_is_read_as_it_comes(written: str, text: str,
 
 
 def test_what_a_custom_tool_gets_that_is_no_text_is_told_as_it_is(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
 ) -> None:
     says(called("note", {"other": 1}))
     [call] = ask(qwen, tools=[CUSTOM])["output"]
@@ -468,8 +463,8 @@ def test_what_a_custom_tool_gets_that_is_no_text_is_told_as_it_is(
     ],
 )
 def test_only_allowed_tools_are_called(
-    qwen: Served,  # noqa: F811
-    says: Says,  # noqa: F811
+    qwen: Served,
+    says: Says,
     choice: dict[str, Any],
     name: str,
 ) -> None:
@@ -480,14 +475,14 @@ def test_only_allowed_tools_are_called(
     assert output[1]["name"] == name.rpartition(".")[2]
 
 
-def test_no_tool_may_be_called(qwen: Served, says: Says) -> None:  # noqa: F811
+def test_no_tool_may_be_called(qwen: Served, says: Says) -> None:
     says(CALL["qwen"])
     [item] = ask(qwen, tools=TOOLS, tool_choice="none")["output"]
     assert item["content"][0]["text"] == CALL["qwen"]
 
 
 # -- thoughts --------------------------------------------------------------------------------------
-def test_thoughts_are_an_item_of_their_own(thinker: Served, says: Says) -> None:  # noqa: F811
+def test_thoughts_are_an_item_of_their_own(thinker: Served, says: Says) -> None:
     says("Let me see.\n</think>\n\nWarm.")
     whole = ask(thinker)
     thoughts, message = whole["output"]
@@ -514,7 +509,7 @@ def test_thoughts_are_an_item_of_their_own(thinker: Served, says: Says) -> None:
 
 def test_thoughts_come_back_however_they_are_sent(
     thinker: Served,
-    says: Says,  # noqa: F811
+    says: Says,
     seen: list[Any],
 ) -> None:
     says("31337 it is.\n</think>\n\n" + CALL["qwen"])
@@ -559,7 +554,7 @@ def test_no_thoughts_are_asked_for_with_an_effort_of_none(thinker: Served, seen:
 
 # -- what is asked ---------------------------------------------------------------------------------
 def test_items_become_the_messages_that_they_are(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     seen: list[Any],
 ) -> None:
     items: list[Any] = [
@@ -591,7 +586,7 @@ def test_items_become_the_messages_that_they_are(
 
 
 def test_an_answer_does_not_go_on_with_the_last_one(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     seen: list[Any],
 ) -> None:
     items = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "It is"}]
@@ -633,7 +628,7 @@ def test_endpoints_have_labels() -> None:
     assert endpoint_of(f"{PATH}/resp_1/cancel") == f"{PATH}/{{id}}"
 
 
-def test_what_coding_agents_send_is_answered(qwen: Served, says: Says) -> None:  # noqa: F811
+def test_what_coding_agents_send_is_answered(qwen: Served, says: Says) -> None:
     says(called("mcp__files__.read", {"city": "Rome"}))
     patch = {"type": "grammar", "syntax": "lark", "definition": "start: patch"}
     shell: dict[str, Any] = {
@@ -779,7 +774,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("param", "fields"), WRONG)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_meant_is_a_400_with_its_place(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     param: str,
     fields: dict[str, Any],
     stream: bool,
@@ -790,7 +785,7 @@ def test_what_cannot_be_meant_is_a_400_with_its_place(
 
 
 @pytest.mark.parametrize("kind", HOSTED)
-def test_tools_of_openais_own_are_refused_by_name(qwen: Served, kind: str) -> None:  # noqa: F811
+def test_tools_of_openais_own_are_refused_by_name(qwen: Served, kind: str) -> None:
     error = qwen.error(PATH, input=ASK, tools=[WEATHER, {"type": kind}])
     assert error["param"] == "tools.1.type"
     assert repr(kind) in error["message"]
@@ -804,7 +799,7 @@ def test_a_model_without_a_template_says_so() -> None:
 @pytest.mark.parametrize("depth", [130, 1000, 100_000])
 @pytest.mark.parametrize("where", ["tools", "text", "arguments"])
 def test_what_is_nested_deeply_is_a_400_and_no_slot_is_lost(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     where: str,
     depth: int,
 ) -> None:
@@ -824,9 +819,24 @@ def test_what_is_nested_deeply_is_a_400_and_no_slot_is_lost(
     assert not any(slot["is_processing"] for slot in qwen.client.get("/slots").json())
 
 
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+@pytest.mark.parametrize("where", ["tools", "text", "choice"])
+def test_a_number_that_json_does_not_have_is_a_400(qwen: Served, where: str, number: str) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "number", "default": "ODD"}}}
+    body: dict[str, Any] = {"input": ASK, "max_output_tokens": 1}
+    if where == "tools":
+        body |= tool(parameters=odd)
+    elif where == "text":
+        body["text"] = {"format": {"type": "text", "schema": odd}}
+    else:
+        body |= {"tools": TOOLS, "tool_choice": {"type": "function", "name": "time", "x": "ODD"}}
+    response = qwen.raw(PATH, json.dumps(body).replace('"ODD"', number).encode())
+    assert "tell" in qwen.error_of(response, 400)["message"] or where == "choice"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_of_a_megabyte_is_a_400_and_no_slot_is_lost(
-    qwen: Served,  # noqa: F811
+    qwen: Served,
     stream: bool,
 ) -> None:
     fields = {f"f_{index}": {"type": "string", "description": "x" * 50} for index in range(12_000)}
@@ -863,8 +873,8 @@ def test_a_failure_in_a_stream_is_an_event() -> None:
 # -- OpenAI's client -------------------------------------------------------------------------------
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_client_calls_a_tool_in_two_steps(
-    family: tuple[str, Served],  # noqa: F811
-    says: Says,  # noqa: F811
+    family: tuple[str, Served],
+    says: Says,
     stream: bool,
 ) -> None:
     name, server = family
@@ -890,7 +900,7 @@ def test_the_client_calls_a_tool_in_two_steps(
         assert (last.output_text, last.status) == ('It is "warm".', "completed")
 
 
-def test_the_client_counts_tokens_and_understands_errors(qwen: Served) -> None:  # noqa: F811
+def test_the_client_counts_tokens_and_understands_errors(qwen: Served) -> None:
     with client_of(qwen) as client:
         assert client.responses.input_tokens.count(model="any", input=ASK).input_tokens > len(ASK)
         with pytest.raises(BadRequestError) as caught:

@@ -59,6 +59,7 @@ _ALIASES = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/completion",
     "/responses": "/v1/responses",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
     "/models": "/v1/models",
     "/v1/health": "/health",
 }

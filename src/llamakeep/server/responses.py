@@ -43,12 +43,50 @@ _REFUSED = {
     "moderation": "is not supported",
 }
 _JSON_OBJECT = {"type": "object"}
+_STORED = (("", "GET", "DELETE"), ("/input_items", "GET"), ("/cancel", "POST"))
+"""How stored responses are asked for."""
+
+
+async def _answer(
+    context: Context, conversations: Conversations, request: Request, body: CreateResponse
+) -> Response:
+    engine, options = context.engine, context.options
+    answer_id, top = new_id("resp_"), None
+    if body.includes("message.output_text.logprobs"):
+        top = body.top_logprobs or 0
+    defaults = options.openai_sampling or openai_defaults(options.sampling)
+
+    def planned() -> tuple[Question, ResponseEncoder]:
+        box, chat = chat_of(body)
+        plan = conversations.plan(chat)
+        sampling = sampling_of(body, context.vocab, defaults)
+        question = Question(body, box, plan, sampling, answer_id, engine.model_name, top)
+        return question, ResponseEncoder(question, new_id)
+
+    question, encoder = await soon(options, _size(context, body), planned)
+    plan = question.plan
+    requests = requests_of(
+        context,
+        body,
+        [plan.prompt],
+        sampling=plan.sampling(question.sampling),
+        max_tokens=options.n_predict,
+        n_probs=0 if top is None else max(1, top),
+        label=answer_id,
+        shown=plan.shown,
+    )
+    receive = request.receive
+    if body.stream:
+        return await stream(engine, requests, receive, encoder, options, plan)
+    [answer] = await collect(engine, requests, receive, plan=plan, hear=encoder.hear)
+    depth = _DEPTH if answer.size > options.inline_chars else 0
+    content = await soon(options, answer.size, lambda: encoder.whole(answer, depth=depth))
+    return Response(content, media_type="application/json")
 
 
 def responses(context: Context, conversations: Conversations) -> APIRouter:
     """Return `/v1/responses`, and the count of a request's tokens."""
     router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
-    engine, options = context.engine, context.options
 
     async def create(
         request: Request,
@@ -56,45 +94,15 @@ def responses(context: Context, conversations: Conversations) -> APIRouter:
     ) -> Response:
         """Answer a conversation, told as items."""
         _refuse(body)
-        answer_id = new_id("resp_")
-        top = None
-        if body.includes("message.output_text.logprobs"):
-            top = body.top_logprobs or 0
-        defaults = options.openai_sampling or openai_defaults(options.sampling)
-
-        def plan() -> tuple[Question, ResponseEncoder]:
-            box, chat = chat_of(body)
-            planned = conversations.plan(chat)
-            sampling = sampling_of(body, context.vocab, defaults)
-            question = Question(body, box, planned, sampling, answer_id, engine.model_name, top)
-            return question, ResponseEncoder(question, new_id)
-
-        question, encoder = await soon(options, _size(context, body), plan)
-        requests = requests_of(
-            context,
-            body,
-            [question.plan.prompt],
-            sampling=question.plan.sampling(question.sampling),
-            max_tokens=options.n_predict,
-            n_probs=0 if top is None else max(1, top),
-            label=answer_id,
-            shown=question.plan.shown,
-        )
-        if body.stream:
-            return await stream(engine, requests, request.receive, encoder, options, question.plan)
-        [answer] = await collect(
-            engine, requests, request.receive, plan=question.plan, hear=encoder.hear
-        )
-        size = answer.size
-        depth = _DEPTH if size > options.inline_chars else 0
-        content = await soon(options, size, lambda: encoder.whole(answer, depth=depth))
-        return Response(content, media_type="application/json")
+        return await _answer(context, conversations, request, body)
 
     async def count(body: Annotated[CountInput, example(input=_EXAMPLE)]) -> Response:
         """Return how many tokens a request's input has, without answering it."""
         _refuse(body)
         prompt = await soon(
-            options, _size(context, body), lambda: conversations.prompt(chat_of(body)[1])
+            context.options,
+            _size(context, body),
+            lambda: conversations.prompt(chat_of(body)[1]),
         )
         n_tokens = int(prompt.tokens.size)
         return answer_json({"object": "response.input_tokens", "input_tokens": n_tokens})
@@ -110,16 +118,13 @@ def responses(context: Context, conversations: Conversations) -> APIRouter:
                 response_class=Response,
                 include_in_schema=bool(prefix),
             )
-        for suffix, method in (("", "GET"), ("", "DELETE"), ("/input_items", "GET")):
+        for suffix, *methods in _STORED:
             router.add_api_route(
                 f"{path}/{{response_id}}{suffix}",
                 absent,
-                methods=[method],
+                methods=methods,
                 include_in_schema=False,
             )
-        router.add_api_route(
-            f"{path}/{{response_id}}/cancel", absent, methods=["POST"], include_in_schema=False
-        )
     return router
 
 

@@ -56,6 +56,9 @@ class ResponseEncoder:
     Args:
         question: What it is to.
         new_id: Returns an id that begins with a text.
+
+    Raises:
+        ApiError: For a request with numbers that JSON does not have.
     """
 
     ping = PING
@@ -68,7 +71,12 @@ class ResponseEncoder:
             n_probs=question.n_probs,
             seals=body.includes("reasoning.encrypted_content"),
         )
-        self._same = dumps(_same(question))
+        try:
+            self._same = dumps(_same(question))
+        except ValueError as error:
+            if isinstance(error, UnicodeError):
+                raise
+            raise ApiError(f"the answer cannot tell of the request again: {error}") from None
         self._number = 0
         self._is_thinking = question.plan.thinking
         self._n_thought = 0
