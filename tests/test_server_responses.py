@@ -847,6 +847,15 @@ def test_a_schema_of_a_megabyte_is_a_400_and_no_slot_is_lost(
     assert not any(slot["is_processing"] for slot in qwen.client.get("/slots").json())
 
 
+def test_a_client_that_goes_away_frees_its_slot() -> None:
+    with served(engine={"n_seqs": 1}) as server:
+        asked = {"input": ASK, "ignore_eos": True, "max_output_tokens": 400}
+        with server.streaming(PATH, asked):
+            pass
+        assert server.record().stop == "cancelled"
+        assert ask(server, max_output_tokens=1)["output"]
+
+
 def test_a_failure_in_a_stream_is_an_event() -> None:
     model = runtime_of("attention", n_seqs=2, n_ctx=512)
 
