@@ -277,3 +277,25 @@ def test_a_part_of_a_schema_may_refer_to_the_whole(grammars: Grammars) -> None:
     text = re.sub("<parameter=(city|unit)>.*?</parameter>\n", "", text, flags=re.DOTALL)
     assert grammars.match(grammar, text)
     assert not grammars.match(grammar, text.replace("\n2\n", "\nx\n"))
+
+
+RED = '{"colour": "red"}'
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("form", [HERMES, GENERIC], ids=names)
+def test_a_schema_without_tools_lets_the_model_think_first(
+    form: Format, thinking: bool, grammars: Grammars
+) -> None:
+    said = {"type": "object", "properties": {"colour": {"type": "string"}}}
+    grammar = grammar_of(form, (), required=False, thoughts=THINK, thinking=thinking, said=said)
+    thought = ("" if thinking else "<think>") + 'Which {"x"}?</think>\n'
+    assert grammars.match(grammar.text, thought + RED)
+    assert grammars.match(grammar.text, RED) is not thinking
+    assert not grammars.match(grammar.text, thought + "red")
+
+
+def test_a_schema_of_what_is_said_is_called_by_its_name() -> None:
+    with pytest.raises(GrammarError, match=r"'shape\.type'") as caught:
+        grammar_of(HERMES, TOOLS, required=False, said={"type": "x"}, said_where="shape")
+    assert caught.value.where == "shape.type"

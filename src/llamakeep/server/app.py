@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
-from llamakeep.server import cache, errors, explaining, native, openai, slots
+from llamakeep.server import cache, errors, explaining, native, openai, responses, slots
 from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
@@ -57,6 +57,7 @@ def create_app(
         native.completions(context),
         openai.completions(context),
         openai.chats(context, conversations),
+        responses.responses(context, conversations),
         openai.models(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),

@@ -112,8 +112,9 @@ class Conversations:
         thinking = marked is not None and (is_open(text, marked) or is_left_open(beginning, marked))
         prompt = self._prompt(text, starts)
         grammar = None
-        if form is not None and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
-            grammar = self._grammar(chat, form, marked, thinking)
+        is_held = form is not None or chat.said is not None
+        if is_held and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
+            grammar = self._grammar(chat, form or self._form, marked, thinking)
         return Plan(
             prompt,
             self._new_id,
@@ -130,19 +131,24 @@ class Conversations:
     def _grammar(
         self, chat: Chat, form: Format, thoughts: Thoughts | None, thinking: bool
     ) -> Grammar | None:
-        """Return what calls have to match; None where it may be anything."""
+        """Return what the answer has to match; None where it may be anything."""
         assert self._template is not None
+        tools = chat.choice.of(chat.tools)
         try:
             return self._grammars.grammar(
                 form,
-                chat.choice.of(chat.tools),
+                tools,
                 required=chat.choice.mode == "required",
                 parallel=chat.parallel and self._template.traits.several,
                 thoughts=thoughts,
                 thinking=thinking,
                 said=chat.said,
+                said_where=chat.said_where,
             )
         except GrammarError as error:
+            if not tools or (chat.said is not None and error.where.startswith(chat.said_where)):
+                message = f"the answer cannot be held to its format: {error}"
+                raise ApiError(message, param=error.where or chat.said_where) from error
             raise ApiError(
                 f"'tools': calls cannot be held to them: {error}", param="tools"
             ) from error

@@ -10,8 +10,9 @@ from llamakeep.engine.request import Begun, Finished, Piece, Progress, Request, 
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
+from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import NativeCompletion
-from llamakeep.server.sse import event
+from llamakeep.server.sse import PING, event
 from llamakeep.server.wire import probs_json, progress_json, timings_json
 
 _NO_SEED = (1 << 32) - 1
@@ -92,6 +93,8 @@ class NativeEncoder:
         model: The model's name.
     """
 
+    ping = PING
+
     def __init__(self, body: NativeCompletion, vocab: Vocab, model: str) -> None:
         self._vocab = vocab
         self._model = model
@@ -145,6 +148,10 @@ class NativeEncoder:
     def tail(self) -> bytes:
         """Return b"": the last event says that it is the last."""
         return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as an event."""
+        return event(error.body)
 
     def _partial(self, answer: Answer, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         chunk: dict[str, Any] = {

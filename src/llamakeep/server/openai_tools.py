@@ -49,7 +49,7 @@ def tools_of(given: Any) -> tuple[Tool, ...]:
         function = each.get("function")
         if not isinstance(function, Mapping):
             raise ApiError(f"'{where}.function' must be an object", param=f"{where}.function")
-        tool = _tool(f"{where}.function", function)
+        tool = tool_of(f"{where}.function", function)
         if tool.name in names:
             name = f"{where}.function.name"
             raise ApiError(f"'{name}': there are two tools {tool.name!r}", param=name)
@@ -58,7 +58,16 @@ def tools_of(given: Any) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def _tool(where: str, function: Mapping[str, Any]) -> Tool:
+def tool_of(where: str, function: Mapping[str, Any]) -> Tool:
+    """Return the tool that a function is.
+
+    Args:
+        where: The path to it, for errors.
+        function: With `name`, `description`, `parameters` and `strict`; the rest is not looked at.
+
+    Raises:
+        ApiError: For a function that cannot be meant, with the field.
+    """
     kinds: dict[str, tuple[type, str]] = {
         "name": (str, "a text"),
         "description": (str, "a text"),

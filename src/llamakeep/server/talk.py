@@ -41,8 +41,9 @@ class Chat:
         tools: What the model may call.
         choice: Whether it may, must or must not.
         parallel: It may call several at once.
-        said: A JSON schema of what it says where it calls nothing; None for anything. It is looked
-            at where tools may be called; without them, `Sampling.grammar` says it all.
+        said: A JSON schema of what it says where it calls nothing, after its thoughts; None for
+            anything.
+        said_where: What messages call that schema: the path to it in what the client sends.
         thoughts_apart: What it thinks is told apart; else it is content, with its marks.
         add_generation_prompt: End the prompt where the answer begins; None for yes.
         continue_final_message: The answer goes on with the last message; None if it is the
@@ -55,6 +56,7 @@ class Chat:
     choice: ToolChoice = AUTO
     parallel: bool = True
     said: Any = None
+    said_where: str = "format"
     thoughts_apart: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -43,6 +43,7 @@ class ToolGrammars:
         thoughts: Thoughts | None,
         thinking: bool,
         said: Any = None,
+        said_where: str = "format",
     ) -> Grammar | None:
         """Return what calls have to match; None where that is nothing, as calls need not come.
 
@@ -51,21 +52,23 @@ class ToolGrammars:
         time; afterwards it is the tools' JSON that costs.
 
         Raises:
-            GrammarError: Where calls are required, or a tool is strict, and cannot be had so.
+            GrammarError: Where calls are required, a tool is strict, or what is said has a schema,
+                and that cannot be had.
         """
         what = [(tool.name, tool.parameters, tool.strict) for tool in tools]
         marks = None if thoughts is None else thoughts.open
-        key = json.dumps([form.name, what, required, parallel, marks, thinking, said])
+        key = json.dumps([form.name, what, required, parallel, marks, thinking, said, said_where])
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
         if found is None:
-            found = self._make(form, tools, required, parallel, thoughts, thinking, said)
+            shape = (said, said_where)
+            found = self._make(form, tools, required, parallel, thoughts, thinking, shape)
             self._keep(key, found)
         if isinstance(found, Grammar):
             return found
-        if required or any(tool.strict for tool in tools):
+        if required or said is not None or any(tool.strict for tool in tools):
             raise GrammarError(str(found), where=found.where)
         _log.debug("calls are held to no grammar: %s", found)
         return None
@@ -78,7 +81,7 @@ class ToolGrammars:
         parallel: bool,
         thoughts: Thoughts | None,
         thinking: bool,
-        said: Any,
+        shape: tuple[Any, str],
     ) -> Grammar | GrammarError:
         ways = (as_schema,) if any(tool.strict for tool in tools) else (as_schema, as_json)
         failed: GrammarError | None = None
@@ -91,7 +94,8 @@ class ToolGrammars:
                     parallel=parallel,
                     thoughts=thoughts,
                     thinking=thinking,
-                    said=said,
+                    said=shape[0],
+                    said_where=shape[1],
                     held=held,
                 )
                 self._vocab.check_grammar(grammar.text)

@@ -67,18 +67,20 @@ def grammar_of(
     thoughts: Thoughts | None = None,
     thinking: bool = False,
     said: Any = None,
+    said_where: str = "format",
     held: Held = as_schema,
 ) -> Grammar:
     """Return the grammar of calls. About 0.1 ms for each property of a tool.
 
     Args:
         form: How the model writes calls.
-        tools: That may be called: at least one.
+        tools: That may be called: at least one, unless what is said has a schema.
         required: At least one call must come.
         parallel: Several may come.
         thoughts: How the model marks its thoughts, which may come before.
         thinking: The prompt has opened them already.
         said: A JSON schema of the whole answer, where it calls nothing; None for anything.
+        said_where: What messages call that schema.
         held: Says what arguments are held to.
 
     Raises:
@@ -91,7 +93,8 @@ def grammar_of(
     if required:
         maker.add("answer", "calls")
     elif said is not None:
-        maker.add("answer", "calls", maker.schema(said))
+        text = maker.schema(said, said_where)
+        maker.add("answer", *(("calls",) if tools else ()), text)
     elif form.generic:
         maker.add("answer", "calls", '"{" ws "\\"response\\":" ws string ws "}"')
     else:
@@ -133,6 +136,8 @@ class _Maker:
         self._rules.json("string")
         self._ends: dict[str, None] = {}
         self.add("ws-any", "[ \\t\\r\\n]{0,8}")
+        if not tools:
+            return
         if form.xml:
             self.add_scan("tag-text", {"</parameter>": quoted("\n")}, may_end=False)
             self.add("function", *(self._xml(at) for at in range(len(tools))))
@@ -154,9 +159,9 @@ class _Maker:
         self.add("more", f"({between} {first})*" if repeats else '""')
         self.add("calls", f"{first} more")
 
-    def schema(self, schema: Any) -> str:
+    def schema(self, schema: Any, where: str) -> str:
         """Add the rules of a schema of the whole answer; return the name of the first."""
-        return add_schema(self._rules, schema, "format")
+        return add_schema(self._rules, schema, where)
 
     def add(self, name: str, *choices: str) -> None:
         """Add a rule. A number at a name's end has two dashes before it: no schema's rule has."""
