@@ -294,6 +294,7 @@ async def collect(
     receive: Receive,
     meanwhile: Callable[[], object] = lambda: None,
     plan: Plan | None = None,
+    hear: Callable[[Answer, Update], object] = lambda _answer, _update: None,
 ) -> list[Answer]:
     """Ask, and wait for all answers.
 
@@ -303,6 +304,7 @@ async def collect(
         receive: Of the HTTP request, whose body was read.
         meanwhile: Called once they are asked: takes no time from anybody while the model works.
         plan: Of a conversation; its answers are told apart.
+        hear: Called with each update, which its answer has taken already.
 
     Raises:
         ClientGone: When the client hung up; nothing goes on for it.
@@ -323,6 +325,7 @@ async def collect(
                     if isinstance(update, Failed):
                         raise update.error
                     answers[index].take(update)
+                    hear(answers[index], update)
                     if answers[index].is_enough:
                         inbox.end(answers[index])
                 watch.check()

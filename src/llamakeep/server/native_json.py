@@ -10,6 +10,7 @@ from llamakeep.engine.request import Begun, Finished, Piece, Progress, Request, 
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
+from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import NativeCompletion
 from llamakeep.server.sse import event
 from llamakeep.server.wire import probs_json, progress_json, timings_json
@@ -143,6 +144,10 @@ class NativeEncoder:
     def tail(self) -> bytes:
         """Return b"": the last event says that it is the last."""
         return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as an event."""
+        return event(error.body)
 
     def _partial(self, answer: Answer, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         chunk: dict[str, Any] = {

@@ -11,6 +11,7 @@ from typing import Any
 from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Update
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.answers import Answer
+from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import asked_json, final_json
 from llamakeep.server.schema import ChatCompletion, OpenAIFields
 from llamakeep.server.sse import event
@@ -206,6 +207,10 @@ class OpenAIEncoder(ABC):
             "timings": timings_json(answers[0].timings),
         }
         return event(chunk) + _DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as an event."""
+        return event(error.body)
 
     @abstractmethod
     def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:

@@ -22,7 +22,7 @@ from llamakeep.engine import Engine
 from llamakeep.engine.request import Failed, Finished, Piece, Request, Update
 from llamakeep.server.answers import Answer, Inbox, Watch
 from llamakeep.server.context import ServerOptions
-from llamakeep.server.errors import api_error
+from llamakeep.server.errors import ApiError, api_error
 from llamakeep.server.talk import Plan
 from llamakeep.server.threads import size_of_answer, size_of_piece, soon
 from llamakeep.server.wire import dumps
@@ -49,6 +49,10 @@ class Encoder(Protocol):
 
     def tail(self) -> bytes:
         """Return what comes after the last answer is complete."""
+        ...  # pragma: no cover - protocol
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the events that tell of a failure; nothing comes after them."""
         ...  # pragma: no cover - protocol
 
 
@@ -148,7 +152,7 @@ class EventStream(StreamingResponse):
         parts: list[bytes] = []
         for index, update in updates:
             if isinstance(update, Failed):
-                parts.append(event(api_error(update.error).body))
+                parts.append(self._encoder.failed(api_error(update.error)))
                 return b"".join(parts), True
             answer = self._answers[index]
             answer.take(update)
