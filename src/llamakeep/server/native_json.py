@@ -12,7 +12,7 @@ from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
 from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import NativeCompletion
-from llamakeep.server.sse import event
+from llamakeep.server.sse import PING, event
 from llamakeep.server.wire import probs_json, progress_json, timings_json
 
 _NO_SEED = (1 << 32) - 1
@@ -90,6 +90,8 @@ class NativeEncoder:
         vocab: The model's.
         model: The model's name.
     """
+
+    ping = PING
 
     def __init__(self, body: NativeCompletion, vocab: Vocab, model: str) -> None:
         self._vocab = vocab

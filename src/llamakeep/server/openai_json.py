@@ -14,7 +14,7 @@ from llamakeep.server.answers import Answer
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import asked_json, final_json
 from llamakeep.server.schema import ChatCompletion, OpenAIFields
-from llamakeep.server.sse import event
+from llamakeep.server.sse import PING, event
 from llamakeep.server.talk import Ending, Talk
 from llamakeep.server.wire import (
     dumps,
@@ -116,6 +116,7 @@ class OpenAIEncoder(ABC):
 
     object_name = ""
     chunk_name = ""
+    ping = PING
 
     def __init__(
         self,

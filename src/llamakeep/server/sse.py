@@ -55,6 +55,11 @@ class Encoder(Protocol):
         """Return the events that tell of a failure; nothing comes after them."""
         ...  # pragma: no cover - protocol
 
+    @property
+    def ping(self) -> bytes:
+        """What comes when nothing has come for some time."""
+        ...  # pragma: no cover - protocol
+
 
 class EventStream(StreamingResponse):
     """A response whose events are made from the engine's updates as they come.
@@ -123,7 +128,7 @@ class EventStream(StreamingResponse):
                 if not inbox.is_open:
                     data += self._encoder.tail()
                 elif pinger.is_due and not data:
-                    data = PING
+                    data = self._encoder.ping
                 if data:
                     yield data
                     pinger.rest()
