@@ -116,8 +116,9 @@ class Conversations:
             starts = sorted({*starts, *places})
         prompt = self._prompt(text, starts)
         grammar = None
-        if form is not None and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
-            grammar = self._grammar(chat, form, marked, thinking)
+        is_held = form is not None or chat.said is not None
+        if is_held and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
+            grammar = self._grammar(chat, form or self._form, marked, thinking)
         return Plan(
             prompt,
             self._new_id,
@@ -134,12 +135,13 @@ class Conversations:
     def _grammar(
         self, chat: Chat, form: Format, thoughts: Thoughts | None, thinking: bool
     ) -> Grammar | None:
-        """Return what calls have to match; None where it may be anything."""
+        """Return what the answer has to match; None where it may be anything."""
         assert self._template is not None
+        tools = chat.choice.of(chat.tools)
         try:
             return self._grammars.grammar(
                 form,
-                chat.choice.of(chat.tools),
+                tools,
                 required=chat.choice.mode == "required",
                 parallel=chat.parallel and self._template.traits.several,
                 thoughts=thoughts,
@@ -147,6 +149,9 @@ class Conversations:
                 said=chat.said,
             )
         except GrammarError as error:
+            if not tools:
+                message = f"the answer cannot be held to its format: {error}"
+                raise ApiError(message, param=error.where or None) from error
             raise ApiError(
                 f"'tools': calls cannot be held to them: {error}", param="tools"
             ) from error

@@ -55,8 +55,7 @@ class Chat:
         tools: What the model may call.
         choice: Whether it may, must or must not.
         parallel: It may call several at once.
-        said: A JSON schema of what it says where it calls nothing; None for anything. It is looked
-            at where tools may be called; without them, `Sampling.grammar` says it all.
+        said: A JSON schema of what it says where it calls nothing; None for anything.
         thoughts_apart: What it thinks is told apart; else it is content, with its marks.
         add_generation_prompt: End the prompt where the answer begins; None for yes.
         continue_final_message: The answer goes on with the last message; None if it is the

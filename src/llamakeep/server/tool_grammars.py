@@ -65,7 +65,7 @@ class ToolGrammars:
             self._keep(key, found)
         if isinstance(found, Grammar):
             return found
-        if required or any(tool.strict for tool in tools):
+        if required or said is not None or any(tool.strict for tool in tools):
             raise GrammarError(str(found), where=found.where)
         _log.debug("calls are held to no grammar: %s", found)
         return None

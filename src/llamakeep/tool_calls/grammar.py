@@ -73,7 +73,7 @@ def grammar_of(
 
     Args:
         form: How the model writes calls.
-        tools: That may be called: at least one.
+        tools: That may be called: at least one, unless what is said has a schema.
         required: At least one call must come.
         parallel: Several may come.
         thoughts: How the model marks its thoughts, which may come before.
@@ -91,7 +91,7 @@ def grammar_of(
     if required:
         maker.add("answer", "calls")
     elif said is not None:
-        maker.add("answer", "calls", maker.schema(said))
+        maker.add("answer", *(("calls",) if tools else ()), maker.schema(said))
     elif form.generic:
         maker.add("answer", "calls", '"{" ws "\\"response\\":" ws string ws "}"')
     else:
@@ -133,6 +133,8 @@ class _Maker:
         self._rules.json("string")
         self._ends: dict[str, None] = {}
         self.add("ws-any", "[ \\t\\r\\n]{0,8}")
+        if not tools:
+            return
         if form.xml:
             self.add_scan("tag-text", {"</parameter>": quoted("\n")}, may_end=False)
             self.add("function", *(self._xml(at) for at in range(len(tools))))
