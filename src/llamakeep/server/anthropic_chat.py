@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamakeep.errors import InvalidValue
+from llamakeep.errors import GrammarError, InvalidValue
+from llamakeep.json_schema import ANY_OBJECT, compile_schema
 from llamakeep.server.anthropic_schema import (
     MOST_CACHE_CONTROLS,
     CustomTool,
@@ -46,6 +47,7 @@ def chat_of(body: TokenCount) -> Chat:
         tools,
         choice,
         parallel=not (given is not None and given.disable_parallel_tool_use),
+        said=_said(body),
         extra=_extra(body),
         seams=(*_seams_of_tools(body.tools or ()), *turns.seams),
     )
@@ -64,6 +66,26 @@ def _extra(body: TokenCount) -> dict[str, Any]:
     if effort is not None:
         extra["reasoning_effort"] = _EFFORTS.get(effort, effort)
     return extra
+
+
+def _said(body: TokenCount) -> dict[str, Any] | None:
+    """Return the schema of what is said; None for anything."""
+    config = body.output_config
+    where, given = "output_config.format", config.format if config is not None else None
+    if given is not None and body.output_format is not None:
+        raise _wrong("output_format", f"cannot be used together with {where}")
+    if given is None:
+        where, given = "output_format", body.output_format
+    if given is None:
+        return None
+    if body.messages[-1].role == "assistant":
+        raise _wrong(where, "an answer that goes on with a turn of the assistant has no format")
+    schema = given.schema_ or ANY_OBJECT
+    try:
+        compile_schema(schema, f"{where}.schema")
+    except GrammarError as error:
+        raise ApiError(str(error), param=error.where or where) from None
+    return schema
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -262,7 +284,10 @@ def _found(block: SearchResult) -> str:
 
 
 def _check_marks(body: TokenCount) -> None:
-    """Count places that are marked; note the last block's, if the whole request is marked."""
+    """Count the places that are marked.
+
+    The whole request being marked means its end, where there is a checkpoint anyway.
+    """
     blocks = [block for message in body.messages for block in message.content]
     inner = [
         part for block in blocks if isinstance(block, ToolResult) for part in block.content or ()

@@ -34,6 +34,8 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/chat/completions/input_tokens",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/completion",
     "/tokenize",
