@@ -84,7 +84,8 @@ def _said(body: TokenCount) -> dict[str, Any] | None:
     try:
         compile_schema(schema, f"{where}.schema")
     except GrammarError as error:
-        raise ApiError(str(error), param=error.where or where) from None
+        at = error.where or where
+        raise _wrong(at, str(error).removeprefix(f"'{at}': ")) from None
     return schema
 
 
