@@ -469,6 +469,7 @@ def test_a_billing_header_is_no_part_of_the_prompt(qwen: Served) -> None:
     plain = counted("Be brief.")
     assert counted([said]) == counted(f"{header}\nBe brief.") == plain
     assert counted([{"type": "text", "text": header}, said]) == plain
+    assert counted(f"Be brief.\n{header}") == plain + len(header) + 1, "it is quoted"
     bare = qwen.answer(COUNT, model="any", messages=ASKED)["input_tokens"]
     assert counted([]) == counted([{"type": "text", "text": header}]) == bare
 

@@ -27,7 +27,7 @@ from llamakeep.server.talk import Chat, Seam
 from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Tool
 from llamakeep.tool_calls import ToolChoice as Choice
 
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """To the most that templates know."""
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
@@ -172,7 +172,7 @@ class _Turns:
         self._told: set[str] = set()
         _check_marks(body)
         for block in body.system or ():
-            self._add_text("system", block, _BILLING.sub("", block.text, count=1))
+            self._add_text("system", block, _BILLING.sub("", block.text))
         for index, message in enumerate(body.messages):
             self._add(f"messages.{index}", message)
         if self._waiting:
