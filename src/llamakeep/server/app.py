@@ -8,7 +8,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
-from llamakeep.server import cache, errors, explaining, native, openai, responses, slots
+from llamakeep.server import (
+    anthropic,
+    cache,
+    errors,
+    explaining,
+    native,
+    openai,
+    responses,
+    slots,
+)
 from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
@@ -20,8 +29,8 @@ _METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _ABOUT = """
 Answers with states that are kept: a prompt's beginning that was read once is not read again.
 
-The endpoints of OpenAI's API and of llama-server, with their fields, and `/cache` of its own. All
-completions also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
+The endpoints of OpenAI's and Anthropic's APIs and of llama-server, with their fields, and `/cache`
+of its own. All answers also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
 """
 
 
@@ -58,6 +67,7 @@ def create_app(
         openai.completions(context),
         openai.chats(context, conversations),
         responses.responses(context, conversations),
+        anthropic.messages(context, conversations),
         openai.models(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),

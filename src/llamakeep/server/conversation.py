@@ -15,6 +15,7 @@ from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError
 from llamakeep.server.messages import check_messages
 from llamakeep.server.prompts import Prompt
+from llamakeep.server.seams import seams_of
 from llamakeep.server.talk import Chat, Plan
 from llamakeep.server.tool_grammars import ToolGrammars
 from llamakeep.template_tools import short_id
@@ -110,6 +111,9 @@ class Conversations:
         if form is not None and form.named:
             marks += ("[ARGS]", "[CALL_ID]")
         thinking = marked is not None and (is_open(text, marked) or is_left_open(beginning, marked))
+        if chat.seams:
+            places = seams_of(text, chat, lambda other: self._render(other, starts=False)[0])
+            starts = sorted({*starts, *places})
         prompt = self._prompt(text, starts)
         grammar = None
         is_held = form is not None or chat.said is not None
@@ -174,8 +178,11 @@ class Conversations:
             raise ApiError("'messages' become an empty prompt", param="messages")
         return Prompt(tokens, tuple(sorted({start for start in at if start < tokens.size})))
 
-    def _render(self, chat: Chat) -> tuple[str, Sequence[int], str]:
-        """Return the text, its starts, and what the answer goes on with, or ""."""
+    def _render(self, chat: Chat, *, starts: bool = True) -> tuple[str, Sequence[int], str]:
+        """Return the text, its starts (at half the cost: none), and what the answer goes on with.
+
+        That is "" if it begins anew.
+        """
         if self._template is None:
             raise ApiError(NO_TEMPLATE, code=501)
         check_messages(chat.messages)
@@ -185,13 +192,15 @@ class Conversations:
         if goes_on and not beginning:
             messages, goes_on = messages[:-1], False
         if goes_on:
-            text, starts = self._render_open(messages, beginning, tools, chat.extra)
-            return text, starts, beginning
+            return *self._render_open(messages, beginning, tools, chat.extra), beginning
+        begins = chat.add_generation_prompt is not False
+        if not starts:
+            text = self._template.render(
+                messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
+            )
+            return text, (), ""
         rendered = self._template.render_chat(
-            messages,
-            add_generation_prompt=chat.add_generation_prompt is not False,
-            tools=tools,
-            extra=chat.extra,
+            messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
         )
         return rendered.text, rendered.starts, ""
 

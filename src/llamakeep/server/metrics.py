@@ -37,6 +37,8 @@ ENDPOINTS = (
     "/v1/responses",
     "/v1/responses/input_tokens",
     "/v1/responses/{id}",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/completion",
     "/tokenize",

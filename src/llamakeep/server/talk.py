@@ -32,6 +32,20 @@ from llamakeep.tool_calls.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
+class Seam:
+    """A place where conversations are expected to part: what comes before it comes again.
+
+    Attributes:
+        message: The place is in this message; None for the tools.
+        part: It is at the end of this part of the message's content, or of this tool; None for the
+            end of the message, calls included.
+    """
+
+    message: int | None
+    part: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation that is to be answered.
 
@@ -49,6 +63,8 @@ class Chat:
         continue_final_message: The answer goes on with the last message; None if it is the
             assistant's.
         extra: More values for the template.
+        seams: Places for checkpoints, besides those that every prompt has. A hint: they change
+            nothing but what a later prompt finds.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -61,6 +77,7 @@ class Chat:
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    seams: tuple[Seam, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
