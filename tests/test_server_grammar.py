@@ -270,7 +270,8 @@ def test_where_no_token_goes_on_the_request_fails(server: LiveServer, client: ht
 def test_the_fake_model_refuses_grammars() -> None:
     with served() as fake:
         error = fake.error(CHAT, messages=MESSAGES, response_format={"type": "json_object"})
-        assert (error["param"], "no grammar" in error["message"]) == ("response_format", True)
+        assert error["param"].startswith("response_format")
+        assert "no grammar" in error["message"]
         assert fake.answer(CHAT, messages=MESSAGES, max_tokens=2)
 
 

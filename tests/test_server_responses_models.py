@@ -228,3 +228,56 @@ def test_a_conversation_that_is_sent_again_is_not_evaluated_again(smollm2_path: 
         assert second.usage is not None
         cached = second.usage.input_tokens_details.cached_tokens
         assert cached > 0.9 * first.usage.input_tokens
+
+
+# -- the same in chats -----------------------------------------------------------------------------
+CHAT_FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "report", "schema": FORMAT["schema"]},
+}
+CHAT_WEATHER: Any = {
+    "type": "function",
+    "function": {key: value for key, value in WEATHER.items() if key != "type"},
+}
+
+
+def test_a_chat_thinks_before_its_format(tiny_model: Callable[[str], Path]) -> None:
+    asked: Any = {
+        "model": "any",
+        "messages": [{"role": "user", "content": ASK}],
+        "response_format": CHAT_FORMAT,
+    }
+    with client_of(tiny_model("attention"), source("qwen_thinks")) as (client, _):
+        answer = client.chat.completions.create(**asked, max_tokens=20)
+        message: Any = answer.choices[0].message
+        assert (answer.choices[0].finish_reason, message.content) == ("length", "")
+        assert message.reasoning_content
+        plain = client.chat.completions.create(**asked, extra_body=OFF)
+        assert Report.model_validate_json(plain.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("template", ["qwen", "llama31", "gemma"])
+def test_a_chat_beside_tools_calls_or_has_its_format(
+    template: str, tiny_model: Callable[[str], Path]
+) -> None:
+    with client_of(tiny_model("attention"), source(template)) as (client, _):
+        seen = set()
+        for seed in range(8):
+            answer = client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": ASK}],
+                tools=[CHAT_WEATHER],
+                response_format=CHAT_FORMAT,
+                temperature=1.8,
+                parallel_tool_calls=False,
+                seed=seed,
+            )
+            [choice] = answer.choices
+            seen.add(choice.finish_reason)
+            if choice.finish_reason == "tool_calls":
+                [call] = choice.message.tool_calls or ()
+                assert call.type == "function"
+                assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+            else:
+                assert Report.model_validate_json(choice.message.content or "")
+        assert seen == {"tool_calls", "stop"}

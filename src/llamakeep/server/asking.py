@@ -62,13 +62,16 @@ def sampling_of(body: AnswerFields, vocab: Vocab, defaults: Sampling) -> Samplin
     return replace(defaults, seed=seed_of(body.seed, defaults.seed), **changes)
 
 
-async def sampling_soon(context: Context, body: AnswerFields, defaults: Sampling) -> Sampling:
+async def sampling_soon(
+    context: Context, body: AnswerFields, defaults: Sampling, *, shaped: bool = True
+) -> Sampling:
     """Return how tokens are chosen, and by which grammar; what takes long is done in a thread.
 
     Args:
         context: What every endpoint needs.
         body: What the client sent.
         defaults: Where it says nothing.
+        shaped: Make a grammar of what the answer has to match; no, if somebody else does.
 
     Raises:
         ApiError: For a `logit_bias`, grammar or schema that cannot be meant.
@@ -77,11 +80,13 @@ async def sampling_soon(context: Context, body: AnswerFields, defaults: Sampling
 
     def read() -> Sampling:
         sampling = sampling_of(body, vocab, defaults)
+        if not shaped:
+            return sampling
         grammar = context.grammars.grammar_of(body, vocab)
         return replace(sampling, grammar=grammar) if grammar else sampling
 
     size = size_of(body.logit_bias, options.inline_chars)
-    if shapes(body):  # the first one looks at all tokens
+    if shaped and shapes(body):  # the first one looks at all tokens
         size = options.inline_chars + 1
     return await soon(options, size, read)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from llamakeep.errors import GrammarError
@@ -47,9 +47,7 @@ class Grammars:
         asked = _asked(body)
         if not asked:
             return ""
-        if len(asked) > 1:
-            first, second = list(asked)[:2]
-            raise ApiError(f"'{second}' cannot be used together with '{first}'", param=second)
+        _only_one(asked)
         [(name, make)] = asked.items()
         try:
             grammar = make(self)
@@ -95,6 +93,25 @@ class Grammars:
 def shapes(body: AnswerFields) -> bool:
     """Whether a request says what its answer has to match."""
     return bool(_asked(body))
+
+
+def said_of(body: AnswerFields) -> tuple[Any, str]:
+    """Return the schema that an answer has to match, and the path to it; None for no schema.
+
+    Raises:
+        ApiError: Where more than one field asks for a shape, or a schema is missing.
+    """
+    _only_one(_asked(body))
+    if body.json_schema is not None:
+        return body.json_schema, "json_schema"
+    wanted = body.response_format
+    return (None, "") if wanted is None or wanted.type == "text" else _schema_of(wanted)
+
+
+def _only_one(asked: Mapping[str, object]) -> None:
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        raise ApiError(f"'{second}' cannot be used together with '{first}'", param=second)
 
 
 def _asked(body: AnswerFields) -> dict[str, Callable[[Grammars], str]]:

@@ -16,6 +16,7 @@ from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
+from llamakeep.server.grammars import said_of
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
 from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, tokenize_prompts
@@ -53,7 +54,8 @@ async def _answer(
 ) -> Response:
     options = context.options
     defaults = options.openai_sampling or openai_defaults(options.sampling)
-    sampling = await sampling_soon(context, body, defaults)
+    is_held = plan is not None and plan.has_said
+    sampling = await sampling_soon(context, body, defaults, shaped=not is_held)
     if plan is not None:
         sampling = plan.sampling(sampling)
     requests = requests_of(
@@ -66,9 +68,10 @@ async def _answer(
         label=label,
         shown=frozenset() if plan is None else plan.shown,
     )
+    told = None if plan is None or plan.is_plain else plan
     if body.stream:
-        return await stream(context.engine, requests, request.receive, encoder, options, plan)
-    answers = await collect(context.engine, requests, request.receive, plan=plan)
+        return await stream(context.engine, requests, request.receive, encoder, options, told)
+    answers = await collect(context.engine, requests, request.receive, plan=told)
     size = sum(answer.size for answer in answers)
     depth = _DEPTH if size > options.inline_chars else 0
     return await soon(options, size, lambda: answer_json(encoder.whole(answers), depth=depth))
@@ -134,7 +137,12 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
         size = size_of([body.messages, body.tools], options.inline_chars)
-        plan = await soon(options, size, lambda: conversations.plan(chat_of(body)))
+        said, where = said_of(body)
+        if said is not None:  # a schema that is new takes long
+            size = options.inline_chars + 1
+        plan = await soon(
+            options, size, lambda: conversations.plan(chat_of(body, said=said, said_where=where))
+        )
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer_id = new_id("chatcmpl-")
         encoder = ChatEncoder(body, answer_id, engine.model_name, options.build, context.vocab, top)
@@ -147,7 +155,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
             max_tokens=options.n_predict,
             n_probs=0 if top is None else max(1, top),
             label=answer_id,
-            plan=None if plan.is_plain else plan,
+            plan=plan,
         )
 
     async def count(

@@ -15,8 +15,13 @@ _CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
 _WHAT = "must be auto, none, required, or an object that names a function"
 
 
-def chat_of(body: TemplateFields) -> Chat:
+def chat_of(body: TemplateFields, *, said: Any = None, said_where: str = "") -> Chat:
     """Return the conversation that a client sends.
+
+    Args:
+        body: What it sends.
+        said: A schema of what is said where nothing is called; None for anything.
+        said_where: The path to it.
 
     Raises:
         ApiError: For tools and a choice of them that cannot be meant, with the field.
@@ -30,6 +35,8 @@ def chat_of(body: TemplateFields) -> Chat:
         tools,
         choice_of(body.tool_choice, tools),
         parallel=body.parallel_tool_calls is not False,
+        said=said,
+        said_where=said_where,
         thoughts_apart=body.reasoning_format != "none",
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
