@@ -263,8 +263,8 @@ def test_where_no_token_goes_on_the_request_fails(server: LiveServer, client: ht
     bias = [[t, False] for t in range(vocab.n_vocab) if b"x" in vocab.piece(t)]
     body = {"grammar": 'root ::= "a" "x"', "logit_bias": bias}
     assert "no token" in refused(client, NATIVE, **body)["message"]
-    last = streamed(client, NATIVE, **body)[-1]
-    assert "no token" in last["error"]["message"]
+    response = client.post(NATIVE, json=PROMPTS[NATIVE] | {"stream": True} | body)
+    assert "no token" in response.text.strip().splitlines()[-1]  # the stream may have begun
 
 
 def test_the_fake_model_refuses_grammars() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from string import hexdigits
 from typing import Final, NoReturn
 
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf.parsing import MOST_REPETITIONS
-from llamakeep.json_schema.rules import EVERYTHING, LETTERS, Ranges, Rules, char_class, without
+from llamakeep.json_schema.rules import (
+    EVERYTHING,
+    LETTERS,
+    Ranges,
+    Rules,
+    char_class,
+    literal,
+    without,
+)
 
 _DIGIT: Final[Ranges] = ((0x30, 0x39),)
 _WORD: Final[Ranges] = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -30,8 +39,6 @@ _CLASSES: Final = {"d": _DIGIT, "w": _WORD, "s": _SPACE} | {
     "S": without(EVERYTHING, _SPACE),
 }
 _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
-_JSON_ESCAPES: Final = {0x22: '\\"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r"}
-_JSON_ESCAPES_TAB: Final = 0x09
 _HEX: Final = {"x": 2, "u": 4}
 _MOST_DEPTH: Final = 100
 
@@ -215,11 +222,5 @@ class _Reader:
 
 
 def _escaped(code: int) -> str:
-    """Return a character that JSON must escape, or surrogates, which it may not have."""
-    if code in (0x22, 0x5C):
-        return '"\\\\\\""' if code == 0x22 else '"\\\\\\\\"'
-    if code == _JSON_ESCAPES_TAB:
-        return '"\\\\t"'
-    if code in _JSON_ESCAPES:
-        return f'"\\\\{_JSON_ESCAPES[code]}"'
-    return f'"\\\\u{code:04x}"'
+    """Return a rule for a character that does not stand for itself in JSON."""
+    return literal(json.dumps(chr(code))[1:-1])

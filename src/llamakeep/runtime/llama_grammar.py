@@ -242,8 +242,7 @@ class ConstrainedSampler(LlamaSampler):
         assert self._trigger is not None
         refused: list[int] = []
         for _ in range(_MOST_TRIES):
-            left = np.delete(self._all, refused)
-            token = self._choose(logits, left[~self._never[left]] if refused else None)
+            token = self._choose(logits, self._all_but(refused) if refused else None)
             if self._tokens.first[token] == END:
                 return token
             piece = self._vocabulary.piece(token, special=True)
@@ -257,6 +256,10 @@ class ConstrainedSampler(LlamaSampler):
                 return token
             refused.append(token)
         raise GrammarError("what follows a trigger does not go on as the grammar wants it")
+
+    def _all_but(self, refused: list[int]) -> Tokens:
+        left = np.delete(self._all, refused)
+        return left[~self._never[left]]
 
     def _follow(self, matcher: Matcher, text: bytes) -> bool:
         """Let a grammar follow a text, byte by byte; return whether it matches."""
