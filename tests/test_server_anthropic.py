@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections import deque
@@ -23,6 +24,7 @@ from llamakeep.engine.request import Request
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import IM_END, FakeSampler
 from llamakeep.server.anthropic_shapes import MessageAnswer, MessageError
+from llamakeep.server.run import _Front
 from tests.server_tools import Served, served
 
 MESSAGES = "/v1/messages"
@@ -763,6 +765,24 @@ def test_a_failure_in_a_stream_is_its_last_event(says: Callable[[str], None]) ->
             deque(told)
         error = MessageError.model_validate(caught.value.body)
         assert error.error.type == "api_error"
+
+
+def test_a_server_that_loads_its_model_says_so_in_its_form() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    for path, code in ((MESSAGES, 529), (CHAT, 503)):
+        asyncio.run(_Front()({"type": "http", "path": path}, receive, send))
+        start, body = sent[-2:]
+        assert start["status"] == code
+        error = json.loads(body["body"])
+        assert error["error"]["message"] == "Loading model"
+        assert ("code" in error["error"]) == (path == CHAT)
 
 
 def test_a_silent_stream_has_pings() -> None:

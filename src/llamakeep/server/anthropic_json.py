@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from llamakeep.engine.request import Begun, Finished, Piece, Stop, Update
+from llamakeep.engine.request import Begun, Finished, Piece, Update
 from llamakeep.server import anthropic_errors
 from llamakeep.server.answers import Answer
 from llamakeep.server.errors import ApiError
@@ -65,7 +65,6 @@ class MessageEncoder:
         self._begun = False
         self._kind = ""
         self._index = -1
-        self._arguments: list[str] = []  # of the last call
         self._blocks: list[tuple[dict[str, Any], list[str]]] = []
 
     # -- whole -------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class MessageEncoder:
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the complete message; all updates must have been heard."""
-        reason, word = self._stop(answer)
+        reason, word = _stop(answer)
         cut = reason != "tool_use"
         content = [_block(block, "".join(pieces), cut=cut) for block, pieces in self._blocks]
         return self._message(answer, content, reason, word)
@@ -102,18 +101,6 @@ class MessageEncoder:
             "usage": usage_json(answer),
         }
 
-    def _stop(self, answer: Answer) -> tuple[str, str | None]:
-        """Return why it ended, and the stop sequence that ended it."""
-        assert answer.finished is not None
-        ending, finished = answer.ending, answer.finished
-        if ending is Ending.CALLS and finished.stop is Stop.WORD and not self._has_object():
-            ending = Ending.WORD  # in the middle of a call, which must not be made
-        word = finished.stopping_word if ending is Ending.WORD else None
-        return _REASONS[ending], word
-
-    def _has_object(self) -> bool:
-        return _object("".join(self._arguments)) is not None
-
     # -- in events ---------------------------------------------------------------------------------
     def encode(self, answer: Answer, update: Update) -> bytes:
         """Return the events of one update; b"" if it has none."""
@@ -126,7 +113,7 @@ class MessageEncoder:
             parts.append(event({"type": "message_start", "message": message}))
         parts += map(event, self._told(answer, update))
         if isinstance(update, Finished):
-            reason, word = self._stop(answer)
+            reason, word = _stop(answer)
             end = {"stop_reason": reason, "stop_sequence": word}
             usage = usage_json(answer)
             parts.append(event({"type": "message_delta", "delta": end, "usage": usage}))
@@ -170,11 +157,9 @@ class MessageEncoder:
 
     def _delta(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if isinstance(delta, CallBegins):
-            self._arguments = []
             call = {"type": "tool_use", "id": id_of(delta.id), "name": delta.name, "input": {}}
             yield from self._begin(call)
         elif isinstance(delta, CallArguments):
-            self._arguments.append(delta.json_text)
             yield self._more("input_json_delta", "partial_json", delta.json_text)
         elif isinstance(delta, Reasoning):
             if self._kind != "thinking":
@@ -204,6 +189,13 @@ class MessageEncoder:
             yield self._more("signature_delta", "signature", SIGNATURE)
         self._kind = ""
         yield {"type": "content_block_stop", "index": self._index}
+
+
+def _stop(answer: Answer) -> tuple[str, str | None]:
+    """Return why an answer ended, and the stop sequence that ended it."""
+    assert answer.finished is not None
+    ending = answer.ending
+    return _REASONS[ending], answer.finished.stopping_word if ending is Ending.WORD else None
 
 
 def id_of(call_id: str) -> str:
