@@ -103,7 +103,8 @@ class Conversations:
         if marked is not None and is_closed(text, marked):
             marked = None
         thoughts = marked if chat.thoughts_apart else None
-        form = self._form if tools else None
+        # Told of tools in plain words, a model that may call none still answers in that form.
+        form = self._form if tools or (chat.tools and self._form.generic) else None
         if form is not None and form.generic and chat.said is not None:
             form = replace(form, wraps=False)
         marks = tuple(marker.text for marker in form.markers) if form is not None else ()
@@ -211,7 +212,7 @@ class Conversations:
         """
         assert self._template is not None
         traits, messages = self._template.traits, chat.messages
-        describes = self._form.generic and bool(chat.choice.of(chat.tools))
+        describes = self._form.generic and bool(chat.tools)
         if describes or not traits.calls:
             messages = without_calls(messages)
         if describes:

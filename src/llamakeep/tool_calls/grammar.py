@@ -74,7 +74,7 @@ def grammar_of(
 
     Args:
         form: How the model writes calls.
-        tools: That may be called: at least one, unless what is said has a schema.
+        tools: That may be called: at least one, unless what is said has a schema or a form.
         required: At least one call must come.
         parallel: Several may come.
         thoughts: How the model marks its thoughts, which may come before.
@@ -96,7 +96,8 @@ def grammar_of(
         text = maker.schema(said, said_where)
         maker.add("answer", *(("calls",) if tools else ()), text)
     elif form.generic:
-        maker.add("answer", "calls", '"{" ws "\\"response\\":" ws string ws "}"')
+        response = '"{" ws "\\"response\\":" ws string ws "}"'
+        maker.add("answer", *(("calls",) if tools else ()), response)
     else:
         marked = {marker.text: f"body--{at} more" for at, marker in enumerate(form.markers)}
         if thoughts is not None:
