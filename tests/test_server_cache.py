@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,10 +157,12 @@ def test_a_body_of_just_the_size_is_taken(server: Served) -> None:
 # -- metrics and docs ------------------------------------------------------------------------------
 def test_metrics_are_shown_if_there_are_any(server: Served) -> None:
     assert "--metrics" in server.error_of(server.client.get("/metrics"), 501)["message"]
+    before = int(time.time())
     with served(exposition=lambda: (b"up 1\n", "text/plain; version=0.0.4")) as other:
         response = other.client.get("/metrics")
         assert response.text == "up 1\n"
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert before <= int(response.headers["process-start-time-unix"]) <= time.time()
 
 
 def test_every_endpoint_that_takes_a_body_shows_an_example(server: Served) -> None:

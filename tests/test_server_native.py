@@ -244,6 +244,36 @@ def test_times_come_with_every_token_when_asked_for(server: Served) -> None:
     assert [each["timings"]["predicted_n"] for each in events][:2] == [1, 2]
 
 
+def test_times_of_a_prompt_are_those_of_what_is_evaluated(server: Served) -> None:
+    events = server.stream(
+        "/completion",
+        prompt="F" * 400,
+        n_predict=1,
+        return_progress=True,
+        timings_per_token=True,
+        cache_prompt=False,
+    )
+    told = [(each["prompt_progress"], each["timings"]) for each in events[:-2]]
+    assert len(told) > 1
+    for progress, timings in told:
+        assert timings["prompt_n"] == progress["processed"] - progress["cache"]
+        assert timings["predicted_n"] == timings["predicted_ms"] == 0
+    assert told[0][1]["prompt_ms"] == told[0][1]["prompt_per_second"] == 0
+    times = [timings["prompt_ms"] for _, timings in told]
+    assert times == sorted(times)
+    assert times[-1] > 0
+
+
+def test_the_first_token_costs_no_step_of_its_own(server: Served) -> None:
+    asked = {"prompt": PROMPT, "logit_bias": ONLY_A}
+    one = server.answer("/completion", n_predict=1, **asked)["timings"]
+    assert one["predicted_n"] == 1
+    assert one["predicted_per_second"] == one["predicted_per_token_ms"] == 0
+    nine = server.answer("/completion", n_predict=9, **asked)["timings"]
+    assert nine["predicted_per_token_ms"] * 8 == pytest.approx(nine["predicted_ms"])
+    assert nine["predicted_per_second"] == pytest.approx(8e3 / nine["predicted_ms"])
+
+
 def test_fields_can_be_chosen(server: Served) -> None:
     names = ["content", "generation_settings/n_predict", "nothing/here"]
     answer = server.answer("/completion", prompt="Hi", n_predict=3, response_fields=names)

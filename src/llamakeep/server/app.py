@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
@@ -50,6 +52,7 @@ def create_app(
     context = Context(engine, options)
     _ = context.vocab.ends  # found here, and not in the event loop
     conversations = Conversations(template, context.vocab)
+    started = str(int(time.time()))
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
     add_routes(
@@ -74,7 +77,8 @@ def create_app(
                 code=501,
             )
         text, media_type = exposition()
-        return Response(text, headers={"Content-Type": media_type})
+        headers = {"Content-Type": media_type, "Process-Start-Time-Unix": started}
+        return Response(text, headers=headers)
 
     # The last one added comes first: a page's preflight carries no key.
     app.add_middleware(Limits, max_body_bytes=options.max_body_bytes, api_keys=options.api_keys)
