@@ -811,6 +811,11 @@ def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Pat
     assert (options.n_predict, options.api_keys, options.cors) == (7, ("k",), ("*",))
     assert (options.max_body_bytes, options.slot_save_path) == (1 << 20, tmp_path)
     assert (options.slots, options.stall_s, options.model_path) == (False, 5.0, model)
+    assert (options.aliases, options.tags) == ((Path(model).stem,), ())
+    assert options.build.startswith("b")  # clients of llama-server count on it
+    flags = {"model": model, "alias": ["tiny,fim", "code"], "tags": ["small, chat"]}
+    options = run.options_of(resolve(flags, environment={}))
+    assert (options.aliases, options.tags) == (("code", "fim", "tiny"), ("chat", "small"))
 
 
 def test_a_full_queue_is_told_in_the_singular_too() -> None:

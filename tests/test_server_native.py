@@ -49,6 +49,81 @@ FINAL = {
     "timings",
 }
 
+SETTINGS = {
+    "seed",
+    "temperature",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "typical_p",
+    "repeat_last_n",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "adaptive_target",
+    "adaptive_decay",
+    "max_tokens",
+    "n_predict",
+    "n_keep",
+    "n_discard",
+    "ignore_eos",
+    "stream",
+    "n_probs",
+    "min_keep",
+    "chat_format",
+    "reasoning_format",
+    "reasoning_in_content",
+    "generation_prompt",
+    "samplers",
+    "speculative.types",
+    "timings_per_token",
+    "post_sampling_probs",
+    "backend_sampling",
+    "lora",
+}
+"""Of defaults, as llama-server tells them; slots do not know how their answer is sent."""
+ONLY_IN_ANSWERS = {
+    "dry_sequence_breakers",
+    "stop",
+    "logit_bias",
+    "grammar",
+    "grammar_lazy",
+    "grammar_triggers",
+    "preserved_tokens",
+}
+PROPS = {
+    "default_generation_settings",
+    "total_slots",
+    "model_alias",
+    "model_ftype",
+    "model_path",
+    "modalities",
+    "endpoint_slots",
+    "endpoint_props",
+    "endpoint_metrics",
+    "ui",
+    "ui_settings",
+    "chat_template",
+    "chat_template_caps",
+    "bos_token",
+    "eos_token",
+    "build_info",
+    "is_sleeping",
+    "cors_proxy_enabled",
+}
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
@@ -285,6 +360,7 @@ def test_settings_are_told_as_they_were_used(server: Served) -> None:
     settings = server.answer(
         "/completion", prompt="Hi", n_predict=1, seed=7, top_k=3, ignore_eos=True, n_probs=2
     )["generation_settings"]
+    assert set(settings) - {"cache_mode"} == SETTINGS | ONLY_IN_ANSWERS
     assert (settings["seed"], settings["top_k"], settings["n_probs"]) == (7, 3, 2)
     assert (settings["temperature"], settings["top_p"], settings["min_p"]) == (0.8, 0.95, 0.05)
     assert settings["ignore_eos"] is True
@@ -599,6 +675,8 @@ def test_props_tell_what_the_server_is() -> None:
         assert (props["model_path"], props["total_slots"]) == ("/models/tiny.gguf", 2)
         assert props["default_generation_settings"]["n_ctx"] == 512
         assert (props["bos_token"], props["eos_token"]) == ("<s>", "</s>")
+        assert set(props) >= PROPS
+        assert set(props["default_generation_settings"]["params"]) == SETTINGS
         assert server.error("/props", 501)["type"] == "not_supported_error"
 
 
@@ -617,9 +695,19 @@ def test_slots_tell_what_they_do(roomy: Served) -> None:
         (busy,) = roomy.client.get("/slots").json()
         assert busy["is_processing"] is True
         assert busy["n_prompt_tokens"] == 3
+        assert set(busy["params"]) == SETTINGS - {"stream", "timings_per_token"}
+        (next_token,) = busy["next_token"]
+        assert set(next_token) == {"has_next_token", "has_new_line", "n_remain", "n_decoded"}
+        assert next_token["has_new_line"] is False
         assert "Hi" not in json.dumps(busy), "prompts are nobody else's business"
         none_free = roomy.client.get("/slots", params={"fail_on_no_slot": "1"})
         assert roomy.error_of(none_free, 503)["message"] == "no slot available"
+
+
+def test_slots_tell_whether_an_answer_has_a_new_line(roomy: Served) -> None:
+    with roomy.streaming("/completion", LONG | {"logit_bias": {"10": 1000}}):
+        (busy,) = roomy.client.get("/slots").json()
+        assert busy["next_token"][0]["has_new_line"] is True
 
 
 def test_slots_tell_how_much_of_a_prompt_is_evaluated() -> None:

@@ -19,6 +19,8 @@ class ServerOptions:
 
     Attributes:
         model_path: Shown by `/props`.
+        aliases: Names of the model, shown by `/v1/models`; none for that of the engine.
+        tags: Words that `/v1/models` shows with it.
         sampling: Defaults of `/completion`.
         openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
             what OpenAI's API defines.
@@ -39,6 +41,8 @@ class ServerOptions:
     """
 
     model_path: str = ""
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     openai_sampling: Sampling | None = None
     n_predict: int | None = None

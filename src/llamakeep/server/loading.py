@@ -160,7 +160,8 @@ def load_engine(
         engine = Engine(
             runtime,
             keeping,
-            model_name=settings.alias or settings.model.stem,
+            model_name=settings.aliases[0],
+            model_facts=runtime.model_facts(),
             file_key=seal_key(tiers.secret),
             max_waiting=settings.queue,
             park_idle=settings.cache_idle_slots,

@@ -175,21 +175,28 @@ def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
         return answer_json(
             {
                 "default_generation_settings": {
-                    "params": sampling_json(options.sampling, options.n_predict),
+                    "params": sampling_json(
+                        options.sampling, options.n_predict, stream=True, timings_per_token=False
+                    ),
                     "n_ctx": engine.n_ctx,
                 },
                 "total_slots": engine.n_slots,
                 "model_alias": engine.model_name,
+                "model_ftype": engine.model_facts.get("ftype", ""),
                 "model_path": options.model_path,
                 "modalities": {"vision": False, "audio": False, "video": False},
                 "endpoint_slots": options.slots,
                 "endpoint_props": False,
                 "endpoint_metrics": has_metrics,
+                "ui": False,
+                "ui_settings": {},
                 "chat_template": template,
+                "chat_template_caps": {},
                 "bos_token": special(vocab.bos),
                 "eos_token": special(vocab.eos),
                 "build_info": options.build,
                 "is_sleeping": False,
+                "cors_proxy_enabled": False,
             }
         )
 

@@ -25,22 +25,49 @@ _OFF: dict[str, Any] = {
     "xtc_probability": 0.0,
     "xtc_threshold": 0.1,
     "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": 64,
     "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
     "adaptive_target": -1.0,
     "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
-    "grammar": "",
+    "chat_format": "Content-only",
+    "reasoning_format": "none",
+    "reasoning_in_content": False,
+    "generation_prompt": "",
+    "speculative.types": "none",
     "post_sampling_probs": False,
+    "backend_sampling": False,
     "lora": [],
+}
+# And what is told of an answer, but not of a slot or of defaults.
+_OFF_IN_ANSWERS: dict[str, Any] = {
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "grammar": "",
+    "grammar_lazy": False,
+    "grammar_triggers": [],
+    "preserved_tokens": [],
 }
 _LITTLE = 2048
 """Tokens whose text costs little: less than a millisecond."""
 _SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 
 
-def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
-    """Return settings by llama-server's names, those that are off included."""
+def sampling_json(
+    sampling: Sampling, n_predict: int | None, *, n_probs: int = 0, **more: Any
+) -> dict[str, Any]:
+    """Return settings by llama-server's names, those that are off included.
+
+    Args:
+        sampling: How tokens are chosen.
+        n_predict: How many at most; None for no limit.
+        n_probs: How many of the likeliest come with each.
+        **more: Settings that are no sampling, such as `stream`.
+    """
     limit = -1 if n_predict is None else n_predict
     return {
         "seed": _NO_SEED if sampling.seed == RANDOM_SEED else sampling.seed,
@@ -57,8 +84,11 @@ def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "max_tokens": limit,
         "n_predict": limit,
+        "n_probs": n_probs,
         "samplers": _SAMPLERS,
-    } | _OFF
+        **_OFF,
+        **more,
+    }
 
 
 def settings_json(
@@ -68,15 +98,20 @@ def settings_json(
     biases = list(request.sampling.logit_bias)
     if request.sampling.ignore_eos:
         biases += [(token, -math.inf) for token in sorted(vocab.ends)]
-    return sampling_json(request.sampling, request.max_tokens) | {
+    settings = sampling_json(
+        request.sampling,
+        request.max_tokens,
+        n_probs=request.n_probs,
+        stream=stream,
+        timings_per_token=timings_per_token,
+    )
+    return settings | {
+        **_OFF_IN_ANSWERS,
         "stop": list(request.stop),
-        "stream": stream,
-        "n_probs": request.n_probs,
         "logit_bias": [
             {"token": token, "bias": bias if math.isfinite(bias) else None}
             for token, bias in biases
         ],
-        "timings_per_token": timings_per_token,
         "cache_mode": request.mode.value,
     }
 

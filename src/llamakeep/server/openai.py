@@ -174,7 +174,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
 def models(context: Context) -> APIRouter:
     """Return `/v1/models`: there is one."""
     router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
-    engine, vocab = context.engine, context.vocab
+    engine, vocab, options = context.engine, context.vocab, context.options
     started = int(time.time())
 
     def meta() -> dict[str, Any]:
@@ -182,6 +182,28 @@ def models(context: Context) -> APIRouter:
             "n_vocab": vocab.n_vocab,
             "n_ctx": engine.n_ctx,
             "architecture": vocab.metadata.get("general.architecture", ""),
+            **engine.model_facts,
+        }
+
+    def for_ollama() -> dict[str, Any]:
+        """Return the model as clients of Ollama look for it; llama-server has it so, too."""
+        name = engine.model_name
+        unknown = dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), "")
+        details = {
+            "parent_model": "",
+            "format": "gguf",
+            "family": "",
+            "families": [""],
+            "parameter_size": "",
+            "quantization_level": "",
+        }
+        return unknown | {
+            "name": name,
+            "model": name,
+            "type": "model",
+            "tags": [""],
+            "capabilities": ["completion"],
+            "details": details,
         }
 
     async def list_models() -> Response:
@@ -191,11 +213,11 @@ def models(context: Context) -> APIRouter:
             "object": "model",
             "created": started,
             "owned_by": "llamakeep",
-            "aliases": [engine.model_name],
-            "tags": [],
+            "aliases": list(options.aliases) or [engine.model_name],
+            "tags": list(options.tags),
             "meta": meta(),
         }
-        return answer_json({"object": "list", "data": [model]})
+        return answer_json({"models": [for_ollama()], "object": "list", "data": [model]})
 
     for path in ("/v1/models", "/models"):
         router.add_api_route(

@@ -201,9 +201,11 @@ def options_of(settings: ServerSettings) -> ServerOptions:
     usual = Sampling()
     return ServerOptions(
         model_path=str(settings.model),
+        aliases=settings.aliases,
+        tags=tuple(sorted(set(settings.tags))),
         sampling=replace(usual, **settings.sampling),
         openai_sampling=replace(openai_defaults(usual), **settings.sampling),
-        build=f"llamakeep-{version('llamakeep')}",
+        build=f"b0-llamakeep-{version('llamakeep')}",
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,

@@ -35,6 +35,7 @@ from llamakeep.server.options import (
     read_origin,
     read_ram,
     read_scaled,
+    read_text,
     read_unified,
     real,
     whole,
@@ -68,13 +69,20 @@ class ServerSettings:
     model: Path = field(
         default=Path(), metadata=option(MODEL, "-m --model", FILE, "The model: a GGUF file.")
     )
-    alias: str | None = field(
-        default=None,
+    alias: tuple[str, ...] = field(
+        default=(),
         metadata=option(
             MODEL,
             "-a --alias",
-            or_none(TEXT, ""),
-            "What clients see as the model's name, instead of the file's.",
+            many(read_text, "NAME"),
+            "What clients see as the model's name, instead of the file's: of several the first in "
+            "the alphabet.",
+        ),
+    )
+    tags: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            MODEL, "--tags", many(read_text, "TAG"), "Words that the list of models has with it."
         ),
     )
     gpu_layers: int = field(
@@ -521,6 +529,11 @@ class ServerSettings:
     def adapters(self) -> tuple[tuple[Path, float], ...]:
         """LoRA adapters and their scales."""
         return (*((path, 1.0) for path in self.lora), *self.lora_scaled)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The model's names, the one that clients see first."""
+        return tuple(sorted(set(self.alias))) or (self.model.stem,)
 
     @property
     def sampling(self) -> dict[str, Any]:
