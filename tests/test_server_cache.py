@@ -26,6 +26,12 @@ def server() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def local() -> Iterator[Served]:
+    with served(cors=("localhost", ORIGIN)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def locked() -> Iterator[Served]:
     with served(api_keys=("another", KEY), cors=(ORIGIN,)) as made:
         yield made
@@ -103,6 +109,34 @@ def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
     other = locked.client.options("/completion", headers=asks | {"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "may"),
+    [
+        ("http://localhost", True),
+        ("https://localhost:8443", True),
+        ("http://127.0.0.1:3000", True),
+        ("http://[::1]:3000", True),
+        ("http://notlocalhost", False),
+        ("http://localhost.evil.example", False),
+        ("http://localhost:1@evil.example", False),
+        ("null", False),
+        (ORIGIN, True),
+    ],
+)
+def test_pages_of_this_machine_may_ask_where_it_says_so(
+    local: Served, origin: str, may: bool
+) -> None:
+    asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    for response in (
+        local.client.options("/completion", headers=asks),
+        local.client.get("/health", headers={"Origin": origin}),
+    ):
+        assert response.status_code == 200
+        allowed = response.headers.get("access-control-allow-origin")
+        assert allowed == (origin if may else None)
+        assert "origin" in response.headers["vary"].lower()
 
 
 def test_without_cors_no_page_may_ask(server: Served) -> None:

@@ -13,8 +13,9 @@ from llamakeep.runtime.base import Part
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
-from llamakeep.server import prompts
-from llamakeep.server.schema import Delimiter
+from llamakeep.server import context, prompts
+from llamakeep.server.asking import options_for
+from llamakeep.server.schema import Delimiter, NativeCompletion
 from llamakeep.server.slots import checked_name, slot_json
 from tests.server_tools import HELLO, ONLY_A, Served, served
 
@@ -219,6 +220,19 @@ def test_what_was_read_once_is_not_read_again() -> None:
         assert first["timings"]["cache_n"] == 0
         assert second["timings"]["cache_n"] >= 280
         assert second["timings"]["prompt_n"] == 301 - second["timings"]["cache_n"]
+
+
+def test_a_server_may_reuse_only_where_a_request_says_so() -> None:
+    with served(cache_prompt=False) as server:
+        asked = {"prompt": "B" * 300, "n_predict": 1}
+        said: tuple[dict[str, object], ...] = (
+            {},
+            {},
+            {"cache_prompt": True},
+            {"cache_mode": "read"},
+        )
+        reused = [server.answer("/completion", **asked, **more) for more in said]
+        assert [each["timings"]["cache_n"] > 0 for each in reused] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("field", [{"cache_prompt": False}, {"cache_mode": "off"}])
@@ -587,6 +601,22 @@ def test_a_silent_stream_speaks_now_and_then() -> None:
         with server.client.stream("POST", "/completion", json=body) as response:
             assert response.status_code == 200
             assert next(response.iter_lines()) == ":"
+
+
+@pytest.mark.parametrize(
+    ("said", "ping_s"), [(None, 15.0), (3, 3.0), (-1, context.NEVER_S), (0, context.NEVER_S)]
+)
+def test_a_request_may_say_how_often_a_silent_stream_speaks(
+    said: int | None, ping_s: float
+) -> None:
+    body = NativeCompletion.model_validate({"prompt": "Hi", "sse_ping_interval": said})
+    assert options_for(body, context.ServerOptions()).ping_s == ping_s
+    assert options_for(body, context.ServerOptions(stall_s=7.0)).stall_s == 7.0
+
+
+def test_a_stream_that_never_speaks_for_itself_is_one(server: Served) -> None:
+    events = server.stream("/completion", prompt="Hi", n_predict=2, sse_ping_interval=-1)
+    assert events[-1]["stop"] is True
 
 
 def break_down(server: Served) -> None:

@@ -6,7 +6,6 @@ import time
 
 from fastapi import FastAPI
 from fastapi.responses import Response
-from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
@@ -16,9 +15,9 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.limits import Limits
+from llamakeep.server.origins import Origins
 from llamakeep.server.routing import add_routes
 
-_METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _ABOUT = """
 Answers with states that are kept: a prompt's beginning that was read once is not read again.
 
@@ -51,7 +50,9 @@ def create_app(
     options = options or ServerOptions()
     context = Context(engine, options)
     _ = context.vocab.ends  # found here, and not in the event loop
-    conversations = Conversations(template, context.vocab)
+    conversations = Conversations(
+        template, context.vocab, values=options.template_values, prefill=options.prefill
+    )
     started = str(int(time.time()))
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
@@ -83,10 +84,5 @@ def create_app(
     # The last one added comes first: a page's preflight carries no key.
     app.add_middleware(Limits, max_body_bytes=options.max_body_bytes, api_keys=options.api_keys)
     if options.cors:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.cors,
-            allow_methods=_METHODS,
-            allow_headers=["*"],
-        )
+        app.add_middleware(Origins, origins=options.cors)
     return app

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamakeep.engine import Engine
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import Sampling
 
 MIB = 1 << 20
+NEVER_S = 1e8
+"""As a time to wait: three years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,9 @@ class ServerOptions:
         sampling: Defaults of `/completion`.
         openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
             what OpenAI's API defines.
+        cache_prompt: Reuse what is kept, where a request does not say.
+        template_values: Values for the chat template, where a request has no others.
+        prefill: An answer goes on with a last message of the assistant.
         n_predict: Tokens to generate where a request does not say; None for no limit.
         api_keys: A request must have one of them; none for no check.
         cors: Origins of pages that may ask; `*` for all.
@@ -45,6 +51,9 @@ class ServerOptions:
     tags: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     openai_sampling: Sampling | None = None
+    cache_prompt: bool = True
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    prefill: bool = True
     n_predict: int | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()

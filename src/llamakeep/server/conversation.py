@@ -38,11 +38,23 @@ class Conversations:
     Args:
         template: The model's, or None if it has none.
         vocab: The model's.
+        values: For the template, where a request has no others.
+        prefill: An answer goes on with a last message of the assistant, where a request does not
+            say.
     """
 
-    def __init__(self, template: ChatTemplate | None, vocab: Vocab) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        vocab: Vocab,
+        *,
+        values: Mapping[str, Any] | None = None,
+        prefill: bool = True,
+    ) -> None:
         self._template = template
         self._vocab = vocab
+        self._values = dict(values or {})
+        self._prefill = prefill
 
     def text(self, body: TemplateFields, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the text that a conversation becomes.
@@ -69,10 +81,11 @@ class Conversations:
         messages = body.messages
         for index, message in enumerate(messages):
             _check(message, index)
-        goes_on = _goes_on(body)
-        extra = dict(body.chat_template_kwargs or {})
+        goes_on = _goes_on(body, prefill=self._prefill)
+        extra = dict(self._values)
         if body.reasoning_effort is not None:
-            extra.setdefault("reasoning_effort", body.reasoning_effort)
+            extra["reasoning_effort"] = body.reasoning_effort
+        extra |= body.chat_template_kwargs or {}
         beginning = _last_text(messages[-1]) if goes_on else ""
         if goes_on and not beginning:
             messages, goes_on = messages[:-1], False
@@ -129,10 +142,11 @@ def _check(message: Mapping[str, Any], index: int) -> None:
         raise ApiError(f"'{name}' must be a text or a list of parts", param=name)
 
 
-def _goes_on(body: TemplateFields) -> bool:
+def _goes_on(body: TemplateFields, *, prefill: bool) -> bool:
     """Return whether the answer goes on with the last message, as llama-server has it.
 
-    It does if the message is the assistant's, unless a new turn is asked for.
+    It does if the message is the assistant's, unless a new turn is asked for; without `prefill`
+    only if that is asked for.
     """
     messages = body.messages
     if body.continue_final_message and body.add_generation_prompt:
@@ -142,7 +156,7 @@ def _goes_on(body: TemplateFields) -> bool:
         )
     if messages[-1].get("role") != "assistant" or body.continue_final_message is False:
         return False
-    if body.add_generation_prompt and not body.continue_final_message:
+    if not body.continue_final_message and (body.add_generation_prompt or not prefill):
         return False
     if len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError("'messages' must not end with two of the assistant", param="messages")

@@ -135,8 +135,8 @@ def load_engine(
             type_k=settings.cache_type_k,
             type_v=settings.cache_type_v,
             swa_full=settings.swa_full,
-            use_mmap=settings.mmap,
-            use_mlock=settings.mlock,
+            use_mmap=settings.use_mmap,
+            use_mlock=settings.use_mlock,
             segment_tokens=SEGMENT_TOKENS,
             on_progress=on_progress,
         )

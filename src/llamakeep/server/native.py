@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import requests_of, sampling_of
+from llamakeep.server.asking import options_for, requests_of, sampling_of
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -81,7 +81,8 @@ def completions(context: Context) -> APIRouter:
         )
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
-            return await stream(engine, requests, request.receive, encoder, options)
+            told = options_for(body, options)
+            return await stream(engine, requests, request.receive, encoder, told)
         answers = await collect(engine, requests, request.receive, partial(encoder.begin, requests))
         size = sum(each.size for each in answers)
 

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_of
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -65,7 +65,8 @@ async def _answer(
         label=label,
     )
     if body.stream:
-        return await stream(context.engine, requests, request.receive, encoder, options)
+        told = options_for(body, options)
+        return await stream(context.engine, requests, request.receive, encoder, told)
     answers = await collect(context.engine, requests, request.receive)
     size = sum(answer.size for answer in answers)
     depth = _DEPTH if size > options.inline_chars else 0

@@ -33,7 +33,7 @@ import uvicorn
 from llamakeep.errors import InvalidValue
 from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
-from llamakeep.server.context import ServerOptions
+from llamakeep.server.context import NEVER_S, ServerOptions
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
 from llamakeep.server.recording import Recorder
@@ -206,12 +206,16 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         sampling=replace(usual, **settings.sampling),
         openai_sampling=replace(openai_defaults(usual), **settings.sampling),
         build=f"b0-llamakeep-{version('llamakeep')}",
+        cache_prompt=settings.cache_prompt,
+        template_values=settings.chat_template_kwargs,
+        prefill=settings.prefill_assistant,
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,
         max_body_bytes=settings.max_body_bytes,
         slot_save_path=settings.slot_save_path,
         slots=settings.slots,
+        ping_s=NEVER_S if settings.ping_s is None else settings.ping_s,
         stall_s=settings.timeout_s,
         explain_texts=settings.explain_texts,
     )

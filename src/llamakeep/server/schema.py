@@ -170,6 +170,9 @@ class AnswerFields(SamplingFields):
     return_progress: bool | None = Field(
         default=None, description="Chunks that tell how far the prompt is evaluated."
     )
+    sse_ping_interval: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        default=None, description="Seconds until a silent stream has a comment; -1 for never."
+    )
     verbose: bool | None = Field(
         default=None, description="Add `__verbose` with the prompt's text."
     )

@@ -37,6 +37,7 @@ from llamakeep.server.options import (
     read_scaled,
     read_text,
     read_unified,
+    read_values,
     real,
     whole,
 )
@@ -45,12 +46,31 @@ MASK = "***"
 """Stands in for a secret wherever settings are shown."""
 DEFAULT_RAM_BYTES = 8 << 30
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+# What each way to load a model does: map its file, keep it in memory.
+_LOAD_MODES = {
+    "none": (False, False),
+    "mmap": (True, False),
+    "mlock": (False, True),
+    "mmap+mlock": (True, True),
+}
 MIN_SLOT_TOKENS = 64
 """A slot with less room cannot even prove that its states can be kept."""
 
 _UNSET = -1
 _MOST_SEED = (1 << 32) - 1  # which means a random one, too
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
 _BY_CACHE = {"tree": (32, 512, "lru"), "prompt": (32, 8192, "upstream")}
 
 # -- the table -------------------------------------------------------------------------------------
@@ -104,6 +124,15 @@ class ServerSettings:
             MODEL, "--mlock", SWITCH, "Keep the model in memory, where the system allows it."
         ),
     )
+    load_mode: str | None = field(
+        default=None,
+        metadata=option(
+            MODEL,
+            "-lm --load-mode",
+            or_none(choice(*_LOAD_MODES), "auto", ""),
+            "The same in one word: none, mmap, mlock or mmap+mlock.",
+        ),
+    )
     lora: tuple[Path, ...] = field(
         default=(),
         metadata=option(MODEL, "--lora", many(read_file, "FILE", is_path=True), "A LoRA adapter."),
@@ -128,6 +157,24 @@ class ServerSettings:
     )
     chat_template_file: Path | None = field(
         default=None, metadata=option(MODEL, "--chat-template-file", FILE, "The same, from a file.")
+    )
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=option(
+            MODEL,
+            "--chat-template-kwargs",
+            Kind(read_values, "JSON", show=lambda _: ""),
+            "Values for the template, where a request has no others.",
+        ),
+    )
+    prefill_assistant: bool = field(
+        default=True,
+        metadata=option(
+            MODEL,
+            "--prefill-assistant/--no-prefill-assistant",
+            SWITCH,
+            "Let an answer go on with the last message, if that is the assistant's.",
+        ),
     )
 
     ctx_size: int = field(
@@ -212,7 +259,7 @@ class ServerSettings:
         default=True,
         metadata=option(
             CONTEXT,
-            "-kvu --kv-unified/--no-kv-unified",
+            "-kvu/-no-kvu --kv-unified/--no-kv-unified",
             Kind(read_unified, show=lambda _: ""),
             "One buffer for all slots; always on.",
         ),
@@ -348,6 +395,15 @@ class ServerSettings:
             "Clear idle slots, which slow the others down; they are kept before.",
         ),
     )
+    cache_prompt: bool = field(
+        default=True,
+        metadata=option(
+            CACHE,
+            "--cache-prompt/--no-cache-prompt",
+            SWITCH,
+            "Reuse what is kept, where a request does not say.",
+        ),
+    )
     slot_prompt_similarity: float = field(
         default=0.1,
         metadata=option(
@@ -395,9 +451,10 @@ class ServerSettings:
         default=(),
         metadata=option(
             NETWORK,
-            "--cors",
+            "--cors --cors-origins",
             many(read_origin, "ORIGIN"),
-            "Pages of this origin may ask from a browser; * for all.",
+            "Pages of this origin may ask from a browser; * for all, localhost for those of this "
+            "machine.",
         ),
     )
     metrics: bool = field(
@@ -425,7 +482,7 @@ class ServerSettings:
             ANSWERS,
             "--temp --temperature",
             or_none(real(-100, 100), ""),
-            "Of requests that do not say; so the next five. Without: 0.8, and 1 in OpenAI's API.",
+            "Of requests that do not say; so the next ten. Without: 0.8, and 1 in OpenAI's API.",
         ),
     )
     top_k: int | None = field(
@@ -442,6 +499,15 @@ class ServerSettings:
         default=None,
         metadata=option(ANSWERS, "--min-p", or_none(real(0, 1), ""), "Without: 0.05."),
     )
+    typical_p: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--typical --typical-p",
+            or_none(real(0, 1), ""),
+            "Without: 1, which is off.",
+        ),
+    )
     seed: int | None = field(
         default=None,
         metadata=option(
@@ -456,6 +522,37 @@ class ServerSettings:
         metadata=option(
             ANSWERS, "--repeat-penalty", or_none(real(0.001, 100), ""), "Without: 1, which is off."
         ),
+    )
+    repeat_last_n: int | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--repeat-last-n",
+            or_none(whole(-1), ""),
+            "Tokens that penalties look at; -1 for the whole context. Without: 64.",
+        ),
+    )
+    presence_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--presence-penalty",
+            or_none(real(-100, 100), ""),
+            "Without: 0, which is off.",
+        ),
+    )
+    frequency_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--frequency-penalty",
+            or_none(real(-100, 100), ""),
+            "Without: 0, which is off.",
+        ),
+    )
+    ignore_eos: bool = field(
+        default=False,
+        metadata=option(ANSWERS, "--ignore-eos", SWITCH, "The model may not end an answer."),
     )
     queue: int = field(
         default=256,
@@ -476,6 +573,15 @@ class ServerSettings:
             "-to --timeout",
             real(1, 1e9, "SECONDS"),
             "How long a client may take nothing of an answer that is there before it is cut off.",
+        ),
+    )
+    ping_s: float | None = field(
+        default=15.0,
+        metadata=option(
+            ANSWERS,
+            "--sse-ping-interval",
+            or_none(real(1, 1e6, "SECONDS"), -1, ""),
+            "A stream that says nothing for so long has a comment; -1 for none.",
         ),
     )
     drain_s: float = field(
@@ -539,7 +645,21 @@ class ServerSettings:
     def sampling(self) -> dict[str, Any]:
         """What was chosen for requests that do not say, by the names of `Sampling`."""
         chosen = {name: getattr(self, name) for name in _SAMPLING}
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {
+            name: value
+            for name, value in chosen.items()
+            if value is not None and value is not False  # 0 is a choice
+        }
+
+    @property
+    def use_mmap(self) -> bool:
+        """Whether the model's file is mapped."""
+        return self.mmap if self.load_mode is None else _LOAD_MODES[self.load_mode][0]
+
+    @property
+    def use_mlock(self) -> bool:
+        """Whether the model is kept in memory."""
+        return self.mlock if self.load_mode is None else _LOAD_MODES[self.load_mode][1]
 
     def capacity_bytes(self, available_bytes: int) -> int:
         """Return how many bytes of states may be in memory.
