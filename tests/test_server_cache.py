@@ -93,9 +93,15 @@ def test_with_a_key_all_is_answered(locked: Served, headers: dict[str, str]) -> 
     assert locked.post("/completion", body, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/health", "/v1/models", "/models"])
-def test_health_and_models_need_no_key(locked: Served, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_needs_no_key(locked: Served, path: str) -> None:
     assert locked.client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models", "/props", "/slots", "/metrics", "/docs"])
+def test_what_tells_of_the_server_needs_a_key(locked: Served, path: str) -> None:
+    locked.error_of(locked.client.get(path), 401)
+    assert locked.client.get(path, headers={"X-Api-Key": KEY}).status_code != 401
 
 
 def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
