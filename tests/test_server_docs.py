@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamakeep.server import constraints, refused
+from llamakeep.server import absent, constraints, refused
 from llamakeep.server.accepted import ACCEPTED
 from llamakeep.server.schema import ChatCompletion, Completion, NativeCompletion
 from llamakeep.server.settings import OPTIONS
@@ -65,8 +65,10 @@ def test_the_endpoints_that_are_not_there_are_not_there() -> None:
     with engine_of() as engine:
         paths = set(create_app(engine, None, None).openapi()["paths"])
     missing = set(re.findall(r"`(/[^`]*)`", row("not there (404)")))
-    assert len(missing) >= 6
-    assert missing & paths == set()
+    refused_paths = set(re.findall(r"`(/[^`]*)`", row("not there (501)")))
+    assert refused_paths == {path for paths in absent.ABSENT.values() for path in paths}
+    assert len(missing) >= 4
+    assert (missing | refused_paths) & paths == set()
 
 
 def test_every_field_that_is_refused_is_told() -> None:

@@ -14,6 +14,7 @@ from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
 from llamakeep.server import context, prompts
+from llamakeep.server.absent import ABSENT
 from llamakeep.server.asking import options_for
 from llamakeep.server.schema import Delimiter, NativeCompletion
 from llamakeep.server.slots import checked_name, slot_json
@@ -708,6 +709,23 @@ def test_props_tell_what_the_server_is() -> None:
         assert set(props) >= PROPS
         assert set(props["default_generation_settings"]["params"]) == SETTINGS
         assert server.error("/props", 501)["type"] == "not_supported_error"
+
+
+@pytest.mark.parametrize("path", [path for paths in ABSENT.values() for path in paths])
+def test_what_is_not_here_says_so_as_llama_server_does(server: Served, path: str) -> None:
+    for body in (b"{}", b"", b"no JSON"):
+        error = server.error_of(server.raw(path, body), 501)
+        assert error["type"] == "not_supported_error"
+        assert error["message"].startswith("This server does not support ")
+
+
+def test_adapters_are_those_of_the_start() -> None:
+    with served(adapters=(("/a/style.gguf", 0.5),)) as server:
+        (adapter,) = server.client.get("/lora-adapters").json()
+        assert (adapter["id"], adapter["path"], adapter["scale"]) == (0, "/a/style.gguf", 0.5)
+        assert set(adapter) == {"id", "path", "scale", "task_name", "prompt_prefix"}
+        changed = server.client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
+        assert "LoRA" in server.error_of(changed, 501)["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])

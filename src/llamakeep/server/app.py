@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
-from llamakeep.server import cache, errors, explaining, native, openai, slots
+from llamakeep.server import absent, cache, errors, explaining, native, openai, slots
 from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
@@ -67,6 +67,7 @@ def create_app(
         slots.router(context),
         cache.router(context),
         explaining.router(context),
+        absent.router(context),
     )
 
     @app.get("/metrics", tags=["llama-server"], responses=ERRORS, response_class=Response)

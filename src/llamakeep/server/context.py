@@ -24,6 +24,7 @@ class ServerOptions:
         model_path: Shown by `/props`.
         aliases: Names of the model, shown by `/v1/models`; none for that of the engine.
         tags: Words that `/v1/models` shows with it.
+        adapters: LoRA adapters and their scales, shown by `/lora-adapters`.
         sampling: Defaults of `/completion`.
         openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
             what OpenAI's API defines.
@@ -49,6 +50,7 @@ class ServerOptions:
     model_path: str = ""
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     openai_sampling: Sampling | None = None
     cache_prompt: bool = True

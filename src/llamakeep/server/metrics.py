@@ -43,6 +43,7 @@ ENDPOINTS = (
     "/props",
     "/slots",
     "/slots/{id}",
+    "/lora-adapters",
     "/health",
     "/metrics",
     "/cache",

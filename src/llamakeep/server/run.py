@@ -202,6 +202,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
     return ServerOptions(
         model_path=str(settings.model),
         aliases=settings.aliases,
+        adapters=tuple((str(path), scale) for path, scale in settings.adapters),
         tags=tuple(sorted(set(settings.tags))),
         sampling=replace(usual, **settings.sampling),
         openai_sampling=replace(openai_defaults(usual), **settings.sampling),
