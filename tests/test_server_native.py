@@ -648,6 +648,10 @@ def test_tokens_and_back(server: Served) -> None:
     tokens = server.answer("/tokenize", content="Hi <s>é")["tokens"]
     assert tokens == [72, 105, 32, BOS, 195, 169]
     assert server.answer("/detokenize", tokens=tokens)["content"] == "Hi <s>é"
+    assert [server.answer("/detokenize", **body)["content"] for body in ({}, {"tokens": None})] == [
+        "",
+        "",
+    ]
     assert server.answer("/tokenize", content="Hi", add_special=True)["tokens"][0] == BOS
     plain = server.answer("/tokenize", content="<s>", parse_special=False)["tokens"]
     assert plain == list(b"<s>")
@@ -670,7 +674,14 @@ def test_tokens_with_their_pieces(server: Served) -> None:
         ("/tokenize", {"content": ["x", 1.5]}, "content"),
         ("/tokenize", {"content": [10**9]}, "content"),
         ("/detokenize", {"tokens": "Hi"}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": {"0": 1}}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "token -1 at index 0"),
+        ("/detokenize", {"tokens": [1, 10**30]}, "at index 1"),
+        ("/detokenize", {"tokens": [1, 1.5]}, "1.5 at index 1"),
+        ("/detokenize", {"tokens": [[1], [2]]}, "tokens"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens"),
+        ("/detokenize", {"tokens": ["Hi"]}, "token 'Hi' at index 0"),
+        ("/detokenize", {"tokens": [None]}, "token None at index 0"),
         ("/detokenize", {"tokens": [10**7]}, "token"),
         ("/apply-template", {}, "messages"),
         ("/apply-template", {"messages": [{"role": "user"}]}, "content"),

@@ -143,12 +143,15 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
     @router.post("/detokenize", responses=ERRORS)
     async def detokenize(body: Annotated[Detokenize, example(tokens=[72, 105])]) -> Response:
         """Return the text of tokens."""
+        given = [] if body.tokens is None else body.tokens
+        if not isinstance(given, list):
+            raise ApiError("'tokens' must be a list of tokens", param="tokens")
 
-        def write() -> Response:
-            tokens = as_tokens(body.tokens, n_vocab=vocab.n_vocab)
+        def write() -> Response:  # and look at each of millions: so it is not done before
+            tokens = as_tokens(given, n_vocab=vocab.n_vocab)
             return answer_json({"content": vocab.text(tokens) if tokens.size else ""})
 
-        return await soon(options, size_of_answer(len(body.tokens), 0, 0), write)
+        return await soon(options, size_of_answer(len(given), 0, 0), write)
 
     @router.post("/apply-template", responses=ERRORS)
     async def apply_template(

@@ -290,8 +290,8 @@ class Tokenize(_Body):
 class Detokenize(_Body):
     """A request to `/detokenize`."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(max_length=1 << 22)] = (
-        Field(default_factory=list, description="Tokens.")
+    tokens: Annotated[Any, WithJsonSchema(_TOKENS)] = Field(
+        default_factory=list, description="Tokens."
     )
 
 
