@@ -403,18 +403,25 @@ class Engine:
             raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
 
     def clear_cache(self) -> dict[str, Any]:
-        """Forget everything that is kept, and what idle slots hold; return what was freed."""
+        """Forget everything that is kept, and what idle slots hold; return what was freed.
 
-        def clear() -> dict[str, Any]:
+        Waits until it is gone below memory, too; answers go on meanwhile.
+        """
+
+        def clear() -> tuple[int, Callable[[], None]]:
             before = self._keeping.stats()["used_bytes"]
             for slot in self._scheduler.slots:
                 if slot.job is None:
                     self._keeping.clear(slot.slot_id)
-            self._keeping.forget()
+            wait = self._keeping.forget()
             self.history.clear()
-            return {"freed_bytes": before - self._keeping.stats()["used_bytes"]}
+            return before - self._keeping.stats()["used_bytes"], wait
 
-        return self.call(clear)
+        freed_bytes, wait = self.call(clear)
+        wait()
+        if self._keeping.has_tiers:
+            self.call(clear)  # what was read from there before it was gone
+        return {"freed_bytes": freed_bytes}
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Keep what idle slots hold, and wait until all of it is in the tiers below memory too."""
