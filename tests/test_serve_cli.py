@@ -218,6 +218,8 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
         ("-m MODEL --chat-template-file nothing.jinja", "/nothing.jinja: No such file"),
         ("-m MODEL --no-kv-unified", "--no-kv-unified is refused"),
         ("-m MODEL --config nothing.toml", "cannot read nothing.toml"),
+        ("-m MODEL --host a.sock", "--host must be an address or a name: 'a.sock' would be a UNIX"),
+        ("-m MODEL --host 127.0.0.1,::1 --port 0", "--port: several addresses need a port"),
         ("-m MODEL --host no.such.host.invalid", "--host 'no.such.host.invalid'"),
         ("-m MODEL --port TAKEN", "is taken: another program listens there"),
         ("-m MODEL --nonsense 3", "No such option: --nonsense"),
@@ -290,6 +292,31 @@ def test_a_port_is_held_from_the_start() -> None:
     run.bind("127.0.0.1", port).close()
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has an address of its own in IPv6."""
+    try:
+        run.bind("::1", 0).close()
+    except InvalidValue:
+        return False
+    return True
+
+
+def test_where_one_of_several_addresses_cannot_be_had_none_is() -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(InvalidValue, match=r"192\.0\.2\.1"):
+        run.bind_all(("127.0.0.1", "192.0.2.1"), port)
+    run.bind("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_of_ipv6_are_no_other_ones_where_there_are_several() -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    for sock in run.bind_all(("0.0.0.0", "::"), port):
+        sock.close()
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(InvalidValue, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
         run.bind("192.0.2.1", 0)
@@ -325,8 +352,8 @@ def say(word):
 def told():
     return sys.stdin.readline().strip()
 
-def bind(host, port, bind=run.bind):
-    sock = bind(host, port)
+def bind(host, port, bind=run.bind, **options):
+    sock = bind(host, port, **options)
     say(f"port {sock.getsockname()[1]}")
     return sock
 
@@ -384,7 +411,8 @@ def ready(service, url):
 
 run.bind = bind
 logs.configure()
-settings = resolve({"model": __file__, "port": "0", "drain_s": sys.argv[2]}, environment={})
+flags = {"model": __file__, "port": sys.argv[3], "host": sys.argv[4], "drain_s": sys.argv[2]}
+settings = resolve(flags, environment={})
 try:
     run.serve(settings, load, on_ready=ready)
 finally:
@@ -450,9 +478,9 @@ class Process:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
-    def ask(self, path: str) -> http.client.HTTPResponse:
+    def ask(self, path: str, host: str = "127.0.0.1") -> http.client.HTTPResponse:
         """Return an answer whose body is still to be read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(host, self.port, timeout=PATIENCE_S)
         self.closing.callback(connection.close)
         connection.request("GET", path)
         return self.closing.enter_context(connection.getresponse())
@@ -489,8 +517,10 @@ def start(launch: Callable[..., Process], tmp_path: Path) -> Callable[..., Proce
     path = tmp_path / "server.py"
     path.write_text(PROGRAM)
 
-    def begin(how: str = "", *, drain_s: float = 1000.0) -> Process:
-        server = launch(str(path), how, str(drain_s))
+    def begin(
+        how: str = "", *, drain_s: float = 1000.0, port: int = 0, host: str = "127.0.0.1"
+    ) -> Process:
+        server = launch(str(path), how, str(drain_s), str(port), host)
         server.port = int(server.wait_for("port ").split()[1])
         return server
 
@@ -515,6 +545,18 @@ def test_a_server_ends_in_order(start: Any) -> None:
     server.wait_for("ready")
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == (0, ["up", "ready", "closed", "down", "over"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not everywhere this machine")
+def test_several_addresses_are_listened_on(start: Any) -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    server = start(port=port, host="127.0.0.1,127.0.0.2")
+    server.wait_for("ready")
+    for host in ("127.0.0.1", "127.0.0.2"):
+        assert server.ask("/quick", host).read() == b"quick"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
 
 
 def test_a_running_answer_is_completed_and_nothing_new_is_taken(start: Any) -> None:

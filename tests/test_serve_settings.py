@@ -31,7 +31,7 @@ def of(environment: dict[str, str] | None = None, **flags: Any) -> ServerSetting
 
 def test_the_defaults() -> None:
     settings = of()
-    assert (settings.host, settings.port) == ("127.0.0.1", 8080)
+    assert (settings.host, settings.port) == (("127.0.0.1",), 8080)
     assert (settings.parallel, settings.flash_attn, settings.cache) == (1, "on", "tree")
     assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 512)
     assert settings.policy == "lru"
@@ -397,6 +397,7 @@ def test_memory_for_states() -> None:
         ("metrics", "disabled", False),
         ("chat_template_kwargs", '{"a": [1]}', {"a": [1]}),
         ("load_mode", "auto", None),
+        ("host", "127.0.0.1, ::1", ("127.0.0.1", "::1")),
         ("ping_s", "-1", None),
         ("api_key", "a, b", ("a", "b")),
     ],

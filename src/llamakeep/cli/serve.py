@@ -185,7 +185,8 @@ def serve(
     if check:
         for notice in settings.notices:
             typer.echo(f"llamakeep: {notice}", err=True)
-        run.bind(settings.host, settings.port).close()
+        for sock in run.bind_all(settings.host, settings.port):
+            sock.close()
         if not json:
             typer.echo("llamakeep: these options can be meant, and the port is free", err=True)
     else:
@@ -268,10 +269,11 @@ def announce(settings: ServerSettings, service: Service, url: str) -> None:
             n_ctx=service.n_ctx,
             tiers=dict(service.tiers),
         )
-    if not keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+    open_to = [host for host in settings.host if host not in ("127.0.0.1", "::1", "localhost")]
+    if open_to and not keys:
         logs.tell(
             "open",
-            f"anybody who reaches {settings.host} may ask: --api-key-file says who may",
+            f"anybody who reaches {', '.join(open_to)} may ask: --api-key-file says who may",
             level=logging.WARNING,
         )
 

@@ -203,6 +203,17 @@ def read_name(value: Any) -> str:
     return str(value).strip()
 
 
+def read_hosts(value: Any) -> tuple[str, ...]:
+    """Read addresses to listen on: at least one, and none of a UNIX socket."""
+    hosts = tuple(read_name(each) for each in many(read_name, "HOST").read(value))
+    if not hosts:
+        raise InvalidValue("must not be empty")
+    for host in hosts:
+        if host.endswith(".sock"):
+            raise InvalidValue(f"must be an address or a name: {host!r} would be a UNIX socket")
+    return hosts
+
+
 def read_file(value: Any) -> Path:
     """Read a file's name, which is not empty."""
     path = _read_path(value)

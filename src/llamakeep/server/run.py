@@ -20,8 +20,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -90,8 +97,22 @@ class _Told(Exception):
     """The server was told to end while the model was being loaded."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Return a socket for each address. See `bind`: where one cannot be had, none is."""
+    with ExitStack() as undo:
+        several = len(hosts) > 1
+        bound = [undo.enter_context(bind(each, port, only_v6=several)) for each in hosts]
+        undo.pop_all()
+    return bound
+
+
+def bind(host: str, port: int, *, only_v6: bool = False) -> socket.socket:
     """Return a socket that listens; the clients that come are kept waiting.
+
+    Args:
+        host: A name or an address of this machine.
+        port: 0 for any that is free.
+        only_v6: An address of IPv6 does not stand for those of IPv4, too.
 
     Raises:
         InvalidValue: For a port that is taken or not allowed, or a host that is none of this
@@ -107,6 +128,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere this lets two programs have one port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if only_v6 and family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads must not keep us
@@ -254,11 +277,12 @@ def serve(
         ModelError: For a model that is missing, and what `load` raises.
     """
     settings.check_files()
-    sock = bind(settings.host, settings.port)
+    socks = bind_all(settings.host, settings.port)
     try:
-        return asyncio.run(_Run(settings, sock, load, on_progress, on_ready).run())
+        return asyncio.run(_Run(settings, socks, load, on_progress, on_ready).run())
     finally:
-        sock.close()
+        for sock in socks:
+            sock.close()
 
 
 async def _unavailable(message: str, send: Send) -> None:
@@ -328,14 +352,14 @@ class _Run:
     def __init__(
         self,
         settings: ServerSettings,
-        sock: socket.socket,
+        socks: Sequence[socket.socket],
         load: Load,
         on_progress: OnProgress,
         on_ready: Callable[[Service, str], None],
     ) -> None:
         self._settings = settings
-        self._sock = sock
-        self._url = base_url(settings.host, sock.getsockname()[1])
+        self._socks = list(socks)
+        self._url = base_url(settings.host[0], socks[0].getsockname()[1])
         self._load = load
         self._on_progress = on_progress
         self._on_ready = on_ready
@@ -360,7 +384,7 @@ class _Run:
     async def run(self) -> bool:
         """Load, serve, drain, close; return whether it was told to end."""
         with self._hearing_signals():
-            serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+            serving = asyncio.create_task(self._server.serve(sockets=self._socks))
             loading = self._start_loading()
             either: set[asyncio.Future[Any]] = {serving, loading}
             try:

@@ -29,9 +29,9 @@ from llamakeep.server.options import (
     option,
     or_none,
     read_file,
+    read_hosts,
     read_keys,
     read_layers,
-    read_name,
     read_origin,
     read_ram,
     read_scaled,
@@ -423,9 +423,14 @@ class ServerSettings:
         ),
     )
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata=option(NETWORK, "--host", Kind(read_name, "HOST"), "The address to listen on."),
+    host: tuple[str, ...] = field(
+        default=("127.0.0.1",),
+        metadata=option(
+            NETWORK,
+            "--host",
+            Kind(read_hosts, "HOST", show=", ".join),
+            "The address to listen on; several with commas between them.",
+        ),
     )
     port: int = field(
         default=8080,
@@ -615,6 +620,8 @@ class ServerSettings:
             get_policy(self.policy, "prompts" if self.cache == "prompt" else "tree")
         except InvalidValue as error:
             raise InvalidValue(f"{self.where('policy')}: {error}") from None
+        if len(self.host) > 1 and not self.port:
+            raise InvalidValue(f"{self.where('port')}: several addresses need a port that is named")
         if 0 < self.ctx_size < self.parallel * MIN_SLOT_TOKENS:
             slots = "one slot" if self.parallel == 1 else f"{self.parallel} slots"
             raise InvalidValue(
