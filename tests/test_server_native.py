@@ -16,6 +16,7 @@ from llamakeep.sampling import Sampling
 from llamakeep.server import context, prompts
 from llamakeep.server.absent import ABSENT
 from llamakeep.server.asking import options_for
+from llamakeep.server.constraints import SAMPLERS
 from llamakeep.server.schema import Delimiter, NativeCompletion
 from llamakeep.server.slots import checked_name, slot_json
 from tests.server_tools import HELLO, ONLY_A, Served, served
@@ -524,6 +525,42 @@ def test_a_body_counts_as_json_unless_a_page_sent_it(server: Served) -> None:
     of_a_page = form | {"Origin": "https://elsewhere.example"}
     response = server.client.post("/completion", content=body, headers=of_a_page)
     assert "Content-Type" in server.error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("samplers", "may"),
+    [
+        (list(SAMPLERS), True),
+        (["penalties", "dry", "top_n_sigma", *SAMPLERS[1:5], "xtc", "temperature"], True),
+        ("edskypmxt", True),
+        ("edkypmxt", True),
+        ([*SAMPLERS, "top_k"], False),
+        (["temperature", *SAMPLERS[:5]], False),
+        (list(SAMPLERS[:5]), False),
+        ("kypmt", False),
+        ("nonsense", False),
+        ([1], False),
+        ({"penalties": 1}, False),
+    ],
+)
+def test_samplers_in_the_usual_order_may_be_said(
+    server: Served, samplers: object, may: bool
+) -> None:
+    body = {"prompt": "Hi", "n_predict": 1, "samplers": samplers}
+    if may:
+        assert server.answer("/completion", **body)["generation_settings"]["samplers"] == [
+            *SAMPLERS
+        ]
+    else:
+        assert server.error("/completion", **body)["param"] == "samplers"
+
+
+def test_the_settings_that_are_told_can_be_sent_back(server: Served) -> None:
+    props = server.client.get("/props").json()
+    told = props["default_generation_settings"]["params"] | {"stream": False, "n_predict": 1}
+    answer = server.answer("/completion", prompt="Hi", **told)
+    again = server.answer("/completion", prompt="Hi", **answer["generation_settings"])
+    assert again["generation_settings"] == answer["generation_settings"]
 
 
 def test_unknown_fields_and_null_are_as_if_absent(server: Served) -> None:

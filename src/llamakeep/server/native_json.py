@@ -10,6 +10,7 @@ from llamakeep.engine.request import Begun, Finished, Piece, Progress, Request, 
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
+from llamakeep.server.constraints import SAMPLERS
 from llamakeep.server.schema import NativeCompletion
 from llamakeep.server.sse import event
 from llamakeep.server.wire import probs_json, progress_json, timings_json
@@ -54,7 +55,6 @@ _OFF_IN_ANSWERS: dict[str, Any] = {
 }
 _LITTLE = 2048
 """Tokens whose text costs little: less than a millisecond."""
-_SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 
 
 def sampling_json(
@@ -85,7 +85,7 @@ def sampling_json(
         "max_tokens": limit,
         "n_predict": limit,
         "n_probs": n_probs,
-        "samplers": _SAMPLERS,
+        "samplers": list(SAMPLERS),
         **_OFF,
         **more,
     }
