@@ -41,6 +41,22 @@ def test_pieces_have_the_tokens_of_the_whole(bits: list[bytes], size: int) -> No
     assert all(len(piece) >= size for piece in pieces[:-1])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b" b<a>",  # the shorter one is not taken: a longer one lies across its end
+        b" aaa",
+        b"x<a><b>",
+        b"xb<b><a>",
+        b"\n\n\n\n\n",
+    ],
+)
+def test_what_lies_across_is_not_torn(text: bytes) -> None:
+    for size in range(1, len(text)):
+        pieces = cut(text, SPECIALS, size, strips=STRIPS)
+        assert [part for piece in pieces for part in partition(piece)] == partition(text)
+
+
 @pytest.mark.parametrize("between", [b"", b"x", b" ", b"x" * 90])
 def test_pieces_are_about_as_long_as_was_asked_for(between: bytes) -> None:
     pieces = cut((between + b"<b>") * 2_000, SPECIALS, 100)

@@ -33,11 +33,9 @@ def cut(
     begin, start = 0, size
     while longest and start < len(text):
         end = start + size + longest
-        found = {text.find(special, start, end): special for special in specials}
-        found.pop(-1, None)
+        found = {text.find(special, start, end) for special in specials} - {-1}
         for at in sorted(found)[:_TRIES]:
-            is_bare = found[at] not in strips or not text[at - 1 : at].isspace()
-            if is_bare and not _is_inside(text, at, specials):
+            if _begins(text, at, specials, strips):
                 pieces.append(text[begin:at])
                 begin, start = at, at + size
                 break
@@ -46,9 +44,22 @@ def cut(
     return [*pieces, text[begin:]]
 
 
-def _is_inside(text: bytes, at: int, specials: Sequence[bytes]) -> bool:
-    """Return whether a special token may begin before `at` and end after it."""
+def _begins(text: bytes, at: int, specials: Sequence[bytes], strips: Collection[bytes]) -> bool:
+    """Return whether a special token begins at `at` for sure, and the text before is as it is.
+
+    The longest ones are looked for first. So the longest one there is taken if no other one lies
+    across its beginning or its end.
+    """
+    longest = max((each for each in specials if text.startswith(each, at)), key=len)
+    if longest in strips and text[at - 1 : at].isspace():
+        return False
+    end = at + len(longest)
+    return not (_lies_across(text, at, specials) or _lies_across(text, end, specials, at + 1))
+
+
+def _lies_across(text: bytes, at: int, specials: Sequence[bytes], first: int = 0) -> bool:
+    """Return whether a special token begins before `at`, not before `first`, and ends after it."""
     return any(
-        text.find(special, max(0, at - len(special) + 1), at + len(special) - 1) >= 0
+        text.find(special, max(first, at - len(special) + 1), at + len(special) - 1) >= 0
         for special in specials
     )
