@@ -87,7 +87,7 @@ class LiveServer:
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.url = ""
         self._sock = run.bind(settings.host[0], settings.port)
-        self._run = _Run(settings, self._sock, run.load_service, lambda _: None, self._up)
+        self._run = _Run(settings, [self._sock], run.load_service, lambda _: None, self._up)
         self._ready = threading.Event()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
