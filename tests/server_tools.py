@@ -135,13 +135,18 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    *, engine: dict[str, Any] | None = None, no_template: bool = False, **options: Any
+    *,
+    engine: dict[str, Any] | None = None,
+    no_template: bool = False,
+    template: str = "chatml",
+    **options: Any,
 ) -> Iterator[Served]:
     """Serve a fake model with a ChatML template.
 
     Args:
         engine: Options of `engine_of`.
         no_template: The model has none.
+        template: Another one.
         **options: Of `ServerOptions`, or `exposition`.
     """
     records: queue.SimpleQueue[Record] = queue.SimpleQueue()
@@ -149,7 +154,7 @@ def served(
     given = {"n_seqs": 2, "n_ctx": 512} | (engine or {})
     with engine_of(**given) as made:
         made.observers.add(Ends(records.put))
-        template = None if no_template else ChatTemplate("chatml", add_bos=True)
-        app = create_app(made, ServerOptions(**options), template, exposition=exposition)
+        chats = None if no_template else ChatTemplate(template, add_bos=True)
+        app = create_app(made, ServerOptions(**options), chats, exposition=exposition)
         with serving(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
             yield Served(made, client, url, records)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.server.conversation import Conversations
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.schema import TemplateFields
 
 ASKED = {"role": "user", "content": "hi"}
@@ -42,7 +43,7 @@ PREFILLS = st.one_of(
 def text_of(content: Any, source: str = "chatml", **fields: Any) -> str:
     conversations = Conversations(ChatTemplate(source), FakeVocab(300))
     messages = [ASKED, {"role": "assistant", "content": content}]
-    return conversations.text(TemplateFields(messages=messages, **fields))
+    return conversations.text(chat_of(TemplateFields(messages=messages, **fields)))
 
 
 @given(prefill=PREFILLS)
@@ -66,7 +67,7 @@ def test_without_prefill_a_last_message_is_a_whole_one_unless_a_request_says_so(
     messages = [ASKED, {"role": "assistant", "content": "It"}]
 
     def text(**fields: Any) -> str:
-        return conversations.text(TemplateFields(messages=messages, **fields))
+        return conversations.text(chat_of(TemplateFields(messages=messages, **fields)))
 
     assert text() == f"{BEFORE}It<|im_end|>\n<|im_start|>assistant\n"
     assert text(continue_final_message=True) == BEFORE + "It"
@@ -78,7 +79,7 @@ def test_values_of_the_server_are_those_that_a_request_does_not_have() -> None:
     conversations = Conversations(ChatTemplate(source), FakeVocab(300), values=values)
 
     def text(**fields: Any) -> str:
-        return conversations.text(TemplateFields(messages=[ASKED], **fields))
+        return conversations.text(chat_of(TemplateFields(messages=[ASKED], **fields)))
 
     assert text() == "hi1low"
     assert text(reasoning_effort="high") == "hi1high"
@@ -94,7 +95,7 @@ def test_what_the_template_makes_of_thoughts_stays() -> None:
 def test_the_starts_are_those_of_the_whole_conversation() -> None:
     conversations = Conversations(ChatTemplate("chatml"), FakeVocab(300))
     messages = [ASKED, {"role": "assistant", "content": "<"}]
-    prompt = conversations.prompt(TemplateFields(messages=messages))
+    prompt = conversations.prompt(chat_of(TemplateFields(messages=messages)))
     assert prompt.starts == (1,), "after the token that begins every prompt"
 
 

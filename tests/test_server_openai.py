@@ -261,7 +261,6 @@ def test_offsets_count_letters_that_lie_across_tokens(
         (CHAT, "messages", [{"role": 5, "content": "x"}]),
         (CHAT, "messages", [{"role": "user", "content": 5}]),
         (CHAT, "messages", [{"role": "assistant", "content": "x"}] * 2),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
         (CHAT, "response_format", {"type": "json_object"}),
         (CHAT, "logprobs", 5),
         (CHAT, "top_logprobs", 5),

@@ -28,6 +28,7 @@ import numpy as np
 
 from llamakeep.errors import InvalidValue, ModelError, TemplateError
 from llamakeep.template_sandbox import METER, Meter, compiled, weigh
+from llamakeep.template_tools import learn_tools, one_by_one, with_short_ids
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 logger = logging.getLogger("llamakeep")
@@ -87,6 +88,10 @@ class ChatTemplate:
         now: What `strftime_now`, `date_string` and `datetime` tell: as llama.cpp has it, a template
             may ask for the day in three ways.
 
+    Attributes:
+        source: Of the template.
+        traits: What it makes of tools and calls.
+
     Raises:
         ModelError: When there is no template: None, or a text without anything in it.
         TemplateError: When it is no Jinja, with the line; or too long.
@@ -114,10 +119,13 @@ class ChatTemplate:
         self._clock = clock
         self._now = now
         self._program = compiled(self.source)
-        self._texts, self._parts, self._objects = True, False, False
+        self._texts, self._parts = True, False
         self._no_tools: list[Any] | None = None
         self._learn_content()
-        self._objects = self._takes_objects()
+        self.traits = learn_tools(
+            lambda messages, tools: self._probe(messages, tools=tools or self._no_tools),
+            self._content,
+        )
         self._header = self._learn_header()
 
     def render(
@@ -223,7 +231,10 @@ class ChatTemplate:
         given: object = messages
         if not isinstance(given, (list, tuple)) or not given:
             raise InvalidValue("messages must be a list of at least one message")
-        return [self._message(f"messages[{index}]", one) for index, one in enumerate(messages)]
+        made = [self._message(f"messages[{index}]", one) for index, one in enumerate(messages)]
+        if not self.traits.several:
+            made = one_by_one(made)
+        return [with_short_ids(one) for one in made] if self.traits.short_ids else made
 
     def _message(self, where: str, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -255,12 +266,12 @@ class ChatTemplate:
         if not isinstance(call, Mapping) or not isinstance(function, Mapping):
             raise InvalidValue(f"{where} must be an object with a function")
         arguments = function.get("arguments", "{}")
-        if self._objects and isinstance(arguments, str):
+        if self.traits.objects and isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError) as error:
                 raise InvalidValue(f"{where}.function.arguments is no JSON: {error}") from None
-        elif not self._objects and not isinstance(arguments, str):
+        elif not self.traits.objects and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": arguments}}
 
@@ -284,23 +295,6 @@ class ChatTemplate:
         self._texts = text in as_text or text not in as_parts
         written = "'text'" in as_parts or '"text"' in as_parts
         self._parts = as_parts == as_text if text in as_text else text in as_parts and not written
-
-    def _takes_objects(self) -> bool:
-        """Find out whether the arguments of tool calls may be objects."""
-        key = "k8f3a1c"
-        function = {"name": "f5b7d2e", "arguments": {key: "v5b7d2e"}}
-        # Mistral's templates want nine letters and digits.
-        call = {"id": "a1b2c3d4e", "type": "function", "function": function}
-        chat = [
-            {"role": "user", "content": self._content("a")},
-            {"role": "assistant", "content": self._content(""), "tool_calls": [call]},
-            {"role": "tool", "content": self._content("b"), "tool_call_id": "a1b2c3d4e"},
-            {"role": "assistant", "content": self._content("c")},
-            {"role": "user", "content": self._content("d")},
-        ]
-        tool = {"name": "f5b7d2e", "description": "", "parameters": {"type": "object"}}
-        text = self._probe(chat, tools=[{"type": "function", "function": tool}])
-        return key in text and f"'{key}'" not in text
 
     def _learn_header(self) -> str:
         """Return what this template writes before a user's text, after what was before it."""

@@ -6,6 +6,7 @@
     ├── InvalidValue            an argument that cannot be meant (also a ValueError)
     │   ├── TokenError          a token list or id outside the vocabulary
     │   ├── TemplateError       a chat template that cannot be compiled or rendered
+    │   ├── GrammarError        a grammar or a JSON schema that cannot be compiled
     │   └── ContextOverflow     more tokens than the context has room for
     ├── ModelError              a model that is missing, unreadable or not supported
     ├── DecodeError             llama.cpp could not evaluate a batch
@@ -50,6 +51,19 @@ class TokenError(InvalidValue):
 
 class TemplateError(InvalidValue):
     """A chat template is wrong or refuses these messages; the message has the template's words."""
+
+
+class GrammarError(InvalidValue):
+    """A grammar or a JSON schema cannot be compiled; the message says where, and why.
+
+    Attributes:
+        where: A line and column of a grammar, or the path to what is wrong in a schema; "" where
+            it is the whole of it.
+    """
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class ContextOverflow(InvalidValue, RuntimeError):

@@ -10,6 +10,9 @@ from llamakeep.errors import InvalidValue
 RANDOM_SEED = -1
 """As `Sampling.seed`: another one each time."""
 
+MOST_TRIGGERS = 64
+MOST_TRIGGER_CHARS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -29,6 +32,10 @@ class Sampling:
         logit_bias: Pairs of token and what is added to its logit; minus infinity forbids it.
         ignore_eos: The end of an answer is never sampled.
         min_keep: Tokens that the filters leave at least.
+        grammar: What the answer has to match, in GBNF, from the rule `root`; "" for anything.
+        grammar_triggers: Texts, special tokens by theirs, with the first of which the grammar
+            begins: it describes the answer from there on, the trigger included, and what comes
+            before is free. Without any, it describes the whole answer.
 
     Raises:
         InvalidValue: For a number that cannot be meant, with its name.
@@ -47,6 +54,8 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     min_keep: int = 0
+    grammar: str = ""
+    grammar_triggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("temperature", "presence_penalty", "frequency_penalty"):
@@ -66,6 +75,20 @@ class Sampling:
         for token, bias in self.logit_bias:
             if math.isnan(bias) or bias == math.inf:
                 raise InvalidValue(f"the bias of token {token} must be a number, not {bias!r}")
+        if self.grammar_triggers:
+            self._check_triggers()
+
+    def _check_triggers(self) -> None:
+        triggers = self.grammar_triggers
+        if not self.grammar:
+            raise InvalidValue("grammar_triggers need a grammar")
+        if len(triggers) > MOST_TRIGGERS:
+            raise InvalidValue(f"{len(triggers)} grammar_triggers, at most {MOST_TRIGGERS}")
+        for text in triggers:
+            if not 0 < len(text) <= MOST_TRIGGER_CHARS:
+                raise InvalidValue(
+                    f"a grammar trigger has 1 to {MOST_TRIGGER_CHARS} characters, not {len(text)}"
+                )
 
     @property
     def greedy(self) -> bool:

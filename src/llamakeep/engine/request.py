@@ -50,6 +50,7 @@ class Request:
             model ends or the context is full.
         sampling: How tokens are chosen.
         stop: Texts that end the answer; they are not part of it.
+        shown: Special tokens whose text is part of the answer, which else it is not.
         n_probs: How many of the likeliest tokens come with each token generated; 0 for none. The
             log probability of the one that was chosen comes too then, and with 1 or more.
         user_starts: Positions in the prompt where a user message starts, ascending.
@@ -70,6 +71,7 @@ class Request:
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    shown: frozenset[int] = frozenset()
     n_probs: int = 0
     user_starts: tuple[int, ...] = ()
     mode: Mode = Mode.ON

@@ -20,7 +20,7 @@ from llamakeep.engine.keeping import Keeping
 from llamakeep.engine.probs import with_probs
 from llamakeep.engine.request import Choice, Failed, Finished, Stop
 from llamakeep.errors import ContextOverflow, DecodeError, LlamakeepError, NoRoom
-from llamakeep.runtime.base import Part, Runtime, Vocab
+from llamakeep.runtime.base import NO_TOKEN, Part, Runtime, Vocab
 from llamakeep.tokens import IntArray, common_prefix
 
 logger = logging.getLogger("llamakeep")
@@ -275,7 +275,7 @@ class Scheduler:
         try:
             token = job.sampler.sample(output)
             n_probs = job.request.n_probs
-            if not n_probs:
+            if not n_probs or token == NO_TOKEN:
                 return Choice(token)
             return with_probs(token, self._runtime.logits_of(output), n_probs, self._vocab)
         except LlamakeepError as error:
@@ -290,11 +290,16 @@ class Scheduler:
         if request.max_tokens == 0:
             self._finish(slot, job, Stop.LIMIT)
             return
+        if choice.token == NO_TOKEN:
+            self._finish(slot, job, Stop.END)
+            return
         piece, is_end = self._read(choice.token)
         if is_end and not request.sampling.ignore_eos:
             job.count_end(self._clock())
             self._finish(slot, job, Stop.END)
             return
+        if choice.token in request.shown:
+            piece = self._vocab.piece(choice.token, special=True)
         job.push(choice, piece, self._clock())
         if job.stopping_word:
             self._finish(slot, job, Stop.WORD)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from llamakeep.errors import ContextOverflow, InvalidValue
 from llamakeep.sampling import Sampling
 from llamakeep.states import Checkpoint, DeviceCheckpoint, Positions, Segment
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
+
+NO_TOKEN: Final = -1
+"""What a sampler returns where its grammar is complete and no token may follow."""
 
 
 class Family(str, enum.Enum):
@@ -143,6 +146,17 @@ class Vocab(Protocol):
         """
         ...  # pragma: no cover - protocol
 
+    def check_grammar(self, grammar: str) -> None:
+        """Raise for a grammar that no answer can be made to follow, and prepare for one that can.
+
+        The first time this may look at each token of the vocabulary. A grammar costs 10 to 500 ms,
+        and nothing where it was checked before.
+
+        Raises:
+            GrammarError: With what is wrong, and where.
+        """
+        ...  # pragma: no cover - protocol
+
     def is_end(self, token: int) -> bool:
         """Whether the model ends an answer with this token.
 
@@ -203,8 +217,13 @@ class Sampler(Protocol):
         Args:
             index: What `Runtime.decode` returned for the sequence.
 
+        Returns:
+            The token; `NO_TOKEN` where the grammar is complete, and no token that ends an answer
+            may be sampled.
+
         Raises:
             InvalidValue: When this is no output of the last batch.
+            GrammarError: When no token goes on as the grammar wants it; the answer ends here.
             DecodeError: When the logits are no numbers: the model, or its file, is broken.
             KeeperClosed: After `close`, or after the runtime's.
         """
@@ -277,6 +296,7 @@ class Runtime(Protocol):
         Raises:
             InvalidValue: For a number that does not fit into the runtime's types, or a bias that
                 forbids every token.
+            GrammarError: For a grammar that cannot be followed.
             TokenError: For a bias of a token outside the vocabulary.
             KeeperClosed: When the runtime is closed.
         """

@@ -492,9 +492,15 @@ class FakeRuntime:
         return self._spread(self._outputs[index])
 
     def sampler(self, sampling: Sampling) -> FakeSampler:
-        """Return a sampler with these settings. See `Runtime.sampler`."""
+        """Return a sampler with these settings. See `Runtime.sampler`.
+
+        Raises:
+            GrammarError: For any grammar; see `FakeVocab.check_grammar`.
+        """
         if self._closed:
             raise KeeperClosed("the model is closed")
+        if sampling.grammar:
+            self.vocab.check_grammar(sampling.grammar)
         forbidden = self.vocab.ends if sampling.ignore_eos else ()
         settled = settle(sampling, n_vocab=self.n_vocab, n_ctx=self.n_ctx, forbidden=forbidden)
         return FakeSampler(sampling, settled, n_vocab=self.n_vocab, output=self.logits_of)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llamakeep.errors import KeeperClosed
+from llamakeep.errors import GrammarError, KeeperClosed
+from llamakeep.gbnf import check_grammar
 from llamakeep.runtime.base import Sampler, Vocab, utf8
 from llamakeep.runtime.sampling import Settled, check_logits
 from llamakeep.sampling import Sampling
@@ -92,6 +93,16 @@ class FakeVocab:
         array = as_tokens(tokens, n_vocab=self.n_vocab)
         pieces = (self.piece(token, special=special) for token in array.tolist())
         return b"".join(pieces).decode("utf-8", "ignore")
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise `GrammarError`, with what is wrong with a grammar where something is.
+
+        Grammars are followed by llama.cpp's own code. Another one here would be no less work and
+        prove nothing of that one; so what needs grammars is tested on tiny models.
+        """
+        self._check_open()
+        check_grammar(grammar)
+        raise GrammarError("the fake model follows no grammar")
 
     def is_end(self, token: int) -> bool:
         """Whether the model ends an answer with this token. See `Vocab.is_end`."""

@@ -36,6 +36,7 @@ from llamakeep.errors import (
     is_of_input,
     whole_number,
 )
+from llamakeep.gbnf import check_grammar
 from llamakeep.runtime.base import (
     Family,
     Part,
@@ -55,6 +56,7 @@ from llamakeep.runtime.layout import (
     with_stops,
 )
 from llamakeep.runtime.llama_borrowed import made_with, refuse_unfit
+from llamakeep.runtime.llama_grammar import ConstrainedSampler
 from llamakeep.runtime.llama_load import (
     KV_TYPES as KV_TYPES,
 )
@@ -451,6 +453,16 @@ class LlamaCppRuntime:
         vocab = self._vocabulary
         forbidden = {*vocab.suppressed, *(vocab.ends if sampling.ignore_eos else ())}
         settled = settle(sampling, n_vocab=self.n_vocab, n_ctx=self.n_ctx, forbidden=forbidden)
+        if sampling.grammar:
+            vocab.check_grammar(sampling.grammar)
+            return ConstrainedSampler(
+                sampling,
+                settled,
+                grammar=check_grammar(sampling.grammar),
+                vocabulary=vocab,
+                output=self._output,
+                context=lambda: self._ctx,
+            )
         return LlamaSampler(
             sampling,
             settled,

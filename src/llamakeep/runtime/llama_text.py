@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import llama_cpp
 import numpy as np
 
-from llamakeep.errors import InvalidValue, KeeperClosed, ModelError
+from llamakeep.errors import GrammarError, InvalidValue, KeeperClosed, ModelError
+from llamakeep.gbnf import check_grammar
 from llamakeep.runtime.base import Vocab, utf8
 from llamakeep.runtime.cuts import cut
 from llamakeep.runtime.llama_load import load_model, model_params
+from llamakeep.runtime.llama_tokens import GrammarTokens
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 _MAX_BYTES: Final = 2**31 - 1
@@ -58,13 +60,14 @@ class Vocabulary:
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._ends: frozenset[int] | None = None
         self._specials: list[tuple[bytes, int]] | None = None
+        self._grammar_tokens: GrammarTokens | None = None
         self._metadata: dict[str, str] | None = None
         self._has_text = llama_cpp.llama_vocab_type(self._vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
 
     @contextmanager
-    def _reading(self) -> Iterator[Any]:
-        """Keep the native vocabulary alive inside."""
+    def reading(self) -> Iterator[Any]:
+        """Keep the native vocabulary alive inside, which is the value."""
         with self._idle:
             self._check_open()
             self._readers += 1
@@ -98,7 +101,7 @@ class Vocabulary:
 
     def _in_pieces(self, data: bytes, add_special: bool, parse_special: bool) -> IntArray:
         """Return what `_tokens` does, at a cost that follows the length; see `cuts`."""
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             around = [
                 llama_cpp.llama_vocab_get_add_bos(vocab) and llama_cpp.llama_vocab_bos(vocab),
                 llama_cpp.llama_vocab_get_add_eos(vocab) and llama_cpp.llama_vocab_eos(vocab),
@@ -118,7 +121,7 @@ class Vocabulary:
         """
         if self._specials is None:
             attributes = llama_cpp.llama_vocab_get_attr
-            with self._reading() as vocab:
+            with self.reading() as vocab:
                 of_each = [(token, int(attributes(vocab, token))) for token in range(self.n_vocab)]
                 self._specials = [
                     (bytes(llama_cpp.llama_vocab_get_text(vocab, token)), attribute)
@@ -135,7 +138,7 @@ class Vocabulary:
 
     def _tokens(self, data: bytes, add_special: bool, parse_special: bool) -> IntArray:
         room = len(data) + 8
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             while True:
                 tokens: IntArray = np.empty(room, np.int32)
                 pointer = tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
@@ -154,7 +157,7 @@ class Vocabulary:
         piece = self._pieces.get((token, special))
         if piece is None:
             token = self._known(token)
-            with self._reading() as vocab:
+            with self.reading() as vocab:
                 piece = self._pieces[token, special] = _piece(vocab, token, special)
         return piece
 
@@ -164,7 +167,7 @@ class Vocabulary:
         array = as_tokens(tokens, n_vocab=self.n_vocab)  # for others, llama.cpp ends the process
         pointer = array.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
         size = 64 + 16 * array.size
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             while True:
                 buffer = ctypes.create_string_buffer(size)
                 n_bytes = int(
@@ -179,7 +182,7 @@ class Vocabulary:
     def is_end(self, token: int) -> bool:
         """Whether the model ends an answer with this token. See `Vocab.is_end`."""
         token = self._known(token)
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             return bool(llama_cpp.llama_vocab_is_eog(vocab, token))
 
     @property
@@ -187,10 +190,36 @@ class Vocabulary:
         """All tokens that end an answer. The first time, this asks about each token (30 ms)."""
         self._check_open()
         if self._ends is None:
-            with self._reading() as vocab:
+            with self.reading() as vocab:
                 is_end = llama_cpp.llama_vocab_is_eog
                 self._ends = frozenset(n for n in range(self.n_vocab) if is_end(vocab, n))
         return self._ends
+
+    @property
+    def grammar_tokens(self) -> GrammarTokens:
+        """What grammars need of all tokens. The first time, this asks for each (150 ms)."""
+        self._check_text()
+        if self._grammar_tokens is None:
+            with self.reading() as vocab:
+                self._grammar_tokens = GrammarTokens(vocab, self.n_vocab)
+        return self._grammar_tokens
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise for a grammar that cannot be followed. See `Vocab.check_grammar`."""
+        for token in check_grammar(grammar).tokens:
+            if token.text:
+                found = self.tokenize(token.text, add_special=False, parse_special=True)
+                if found.size != 1:
+                    raise GrammarError(
+                        f"the grammar, {token.where}: {token.text} is {found.size} tokens, not one",
+                        where=token.where,
+                    )
+            elif token.id >= self.n_vocab:
+                raise GrammarError(
+                    f"the grammar, {token.where}: token {token.id} is none of {self.n_vocab}",
+                    where=token.where,
+                )
+        _ = self.grammar_tokens
 
     def _known(self, token: int) -> int:
         return int(as_tokens([token], n_vocab=self.n_vocab)[0])
@@ -198,25 +227,25 @@ class Vocabulary:
     @property
     def bos(self) -> int | None:
         """The token at the begin of a text, if the model has one."""
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             return _token(llama_cpp.llama_vocab_bos(vocab))
 
     @property
     def eos(self) -> int | None:
         """The token at the end of a text, if the model has one."""
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             return _token(llama_cpp.llama_vocab_eos(vocab))
 
     @property
     def adds_bos(self) -> bool:
         """Whether `add_special` puts `bos` before the text."""
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             return bool(llama_cpp.llama_vocab_get_add_bos(vocab))
 
     @property
     def suppressed(self) -> tuple[int, ...]:
         """The tokens that the model's file wants never to be sampled."""
-        with self._reading() as vocab:
+        with self.reading() as vocab:
             n = ctypes.c_int32(0)
             tokens = llama_cpp.llama_vocab_get_suppress_tokens(vocab, ctypes.byref(n))
             return tuple(int(tokens[index]) for index in range(n.value))
@@ -224,7 +253,7 @@ class Vocabulary:
     @property
     def chat_template(self) -> str | None:
         """The Jinja template that the model's file has for chats, if any."""
-        with self._reading():
+        with self.reading():
             template = llama_cpp.llama_model_chat_template(self._model, None)
         return None if template is None else template.decode("utf-8", "replace")
 
@@ -232,7 +261,7 @@ class Vocabulary:
     def metadata(self) -> dict[str, str]:
         """What the model's file says about itself, without its lists; a copy."""
         if self._metadata is None:
-            with self._reading():
+            with self.reading():
                 self._metadata = _metadata(self._model)
         self._check_open()
         return dict(self._metadata)

@@ -32,9 +32,11 @@ from llamakeep.engine.request import (
 )
 from llamakeep.errors import ContextOverflow
 from llamakeep.server.errors import ClientGone, too_long
+from llamakeep.server.talk import Ending, Plan, Talk, ending_of
 from llamakeep.server.threads import size_of_answer
 
 _WATCH_AFTER_S = 0.1
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(slots=True)
@@ -45,11 +47,13 @@ class Answer:
         request: What was asked.
         index: Which of the answers to one HTTP request it is.
         keep: Whether texts and tokens are collected, or only counted.
+        talk: Tells it apart; None where it is nothing but text.
     """
 
     request: Request
     index: int
     keep: bool = True
+    talk: Talk | None = None
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     probs: list[Choice] = field(default_factory=list)
@@ -80,6 +84,19 @@ class Answer:
             self.progress = update
         elif isinstance(update, Finished):
             self.finished = update
+        if self.talk is not None:
+            self.talk.take(update)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the rest of it is not wanted."""
+        return self.talk is not None and self.talk.is_complete and self.finished is None
+
+    @property
+    def ending(self) -> Ending:
+        """Why it ended; it must have."""
+        assert self.finished is not None
+        return ending_of(self.finished, self.talk)
 
     @property
     def text(self) -> str:
@@ -223,6 +240,11 @@ class Inbox:
         """Whether answers are not complete yet."""
         return self._open > 0
 
+    def end(self, answer: Answer) -> None:
+        """End one answer, whose rest is not wanted."""
+        if answer.index < len(self._tickets):
+            self._tickets[answer.index].cancel()
+
     def cancel(self) -> None:
         """End what is not complete yet."""
         tickets, self._tickets = self._tickets, []
@@ -280,6 +302,8 @@ async def collect(
     requests: Sequence[Request],
     receive: Receive,
     meanwhile: Callable[[], object] = lambda: None,
+    plan: Plan | None = None,
+    hear: Callable[[Answer, Update], object] = lambda _answer, _update: None,
 ) -> list[Answer]:
     """Ask, and wait for all answers.
 
@@ -288,13 +312,19 @@ async def collect(
         requests: What is asked.
         receive: Of the HTTP request, whose body was read.
         meanwhile: Called once they are asked: takes no time from anybody while the model works.
+        plan: Of a conversation; its answers are told apart.
+        hear: Called with each update, which its answer has taken already.
 
     Raises:
         ClientGone: When the client hung up; nothing goes on for it.
         Exception: What the engine refuses, or why an answer failed.
     """
-    answers = [Answer(request, index) for index, request in enumerate(requests)]
-    inbox = Inbox(0, eager=False)
+    answers = [
+        Answer(request, index, talk=None if plan is None else plan.talk())
+        for index, request in enumerate(requests)
+    ]
+    looks = plan is not None and not plan.parallel  # for where an answer is enough
+    inbox = Inbox(_NO_LIMIT, eager=looks)
     inbox.submit(engine, requests)
     try:
         meanwhile()
@@ -304,6 +334,9 @@ async def collect(
                     if isinstance(update, Failed):
                         raise update.error
                     answers[index].take(update)
+                    hear(answers[index], update)
+                    if answers[index].is_enough:
+                        inbox.end(answers[index])
                 watch.check()
     finally:
         inbox.cancel()

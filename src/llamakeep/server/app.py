@@ -9,7 +9,17 @@ from fastapi.responses import Response
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
-from llamakeep.server import absent, cache, errors, explaining, native, openai, slots
+from llamakeep.server import (
+    absent,
+    anthropic,
+    cache,
+    errors,
+    explaining,
+    native,
+    openai,
+    responses,
+    slots,
+)
 from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
@@ -21,8 +31,8 @@ from llamakeep.server.routing import add_routes
 _ABOUT = """
 Answers with states that are kept: a prompt's beginning that was read once is not read again.
 
-The endpoints of OpenAI's API and of llama-server, with their fields, and `/cache` of its own. All
-completions also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
+The endpoints of OpenAI's and Anthropic's APIs and of llama-server, with their fields, and `/cache`
+of its own. All answers also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
 """
 
 
@@ -51,7 +61,11 @@ def create_app(
     context = Context(engine, options)
     _ = context.vocab.ends  # found here, and not in the event loop
     conversations = Conversations(
-        template, context.vocab, values=options.template_values, prefill=options.prefill
+        template,
+        context.vocab,
+        engine.n_ctx,
+        values=options.template_values,
+        prefill=options.prefill,
     )
     started = str(int(time.time()))
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
@@ -61,6 +75,8 @@ def create_app(
         native.completions(context),
         openai.completions(context),
         openai.chats(context, conversations),
+        responses.responses(context, conversations),
+        anthropic.messages(context, conversations),
         openai.models(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),

@@ -11,8 +11,10 @@ from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.context import NEVER_S, Context, ServerOptions
 from llamakeep.server.errors import ApiError
+from llamakeep.server.grammars import shapes
 from llamakeep.server.prompts import Prompt, bias_of, check_slot
 from llamakeep.server.schema import AnswerFields
+from llamakeep.server.threads import size_of, soon
 
 _SEEDS = 1 << 32
 _MOST_SESSION_CHARS = 256
@@ -60,6 +62,35 @@ def sampling_of(body: AnswerFields, vocab: Vocab, defaults: Sampling) -> Samplin
     return replace(defaults, seed=seed_of(body.seed, defaults.seed), **changes)
 
 
+async def sampling_soon(
+    context: Context, body: AnswerFields, defaults: Sampling, *, shaped: bool = True
+) -> Sampling:
+    """Return how tokens are chosen, and by which grammar; what takes long is done in a thread.
+
+    Args:
+        context: What every endpoint needs.
+        body: What the client sent.
+        defaults: Where it says nothing.
+        shaped: Make a grammar of what the answer has to match; no, if somebody else does.
+
+    Raises:
+        ApiError: For a `logit_bias`, grammar or schema that cannot be meant.
+    """
+    options, vocab = context.options, context.vocab
+
+    def read() -> Sampling:
+        sampling = sampling_of(body, vocab, defaults)
+        if not shaped:
+            return sampling
+        grammar = context.grammars.grammar_of(body, vocab)
+        return replace(sampling, grammar=grammar) if grammar else sampling
+
+    size = size_of(body.logit_bias, options.inline_chars)
+    if shaped and shapes(body):  # the first one looks at all tokens
+        size = options.inline_chars + 1
+    return await soon(options, size, read)
+
+
 def mode_of(body: AnswerFields, options: ServerOptions) -> Mode:
     """Return what the request may do with kept states; `cache_mode` has the last word."""
     if body.cache_mode is not None:
@@ -94,6 +125,7 @@ def requests_of(
     max_tokens: int | None,
     n_probs: int,
     label: str,
+    shown: frozenset[int] = frozenset(),
 ) -> list[Request]:
     """Return a request for each answer: each prompt `n` times, prompts first.
 
@@ -125,6 +157,7 @@ def requests_of(
                     max_tokens=limit,
                     sampling=replace(sampling, seed=seed) if choice else sampling,
                     stop=body.stop_words(),
+                    shown=shown,
                     n_probs=n_probs,
                     user_starts=prompt.starts,
                     mode=mode_of(body, context.options),

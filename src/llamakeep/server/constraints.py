@@ -1,7 +1,7 @@
 """Fields that shape an answer's form and are not there yet, and samplers that llamakeep lacks.
 
 Ignoring them would give answers that are not what was asked for. So each is a 400 with its name,
-unless its value asks for nothing. Tools and structured output will be read here.
+unless its value asks for nothing. Tools are a chat's alone, where they are read.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from typing import Any
 
 from llamakeep.server.errors import unsupported
 
-_TEXT_FORMAT = {"type": "text"}
-
 # What asks for nothing, besides null, false, 0, "", [] and {}.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "functions": (),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": (_TEXT_FORMAT,),
-    "json_schema": (),
-    "grammar": (),
+    "grammar_lazy": (),
+    "grammar_triggers": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

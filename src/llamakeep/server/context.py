@@ -10,6 +10,7 @@ from typing import Any
 from llamakeep.engine import Engine
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import Sampling
+from llamakeep.server.grammars import Grammars
 
 MIB = 1 << 20
 NEVER_S = 1e8
@@ -82,10 +83,12 @@ class Context:
     Attributes:
         engine: Answers requests.
         options: What the server was told.
+        grammars: Makes grammars of what clients send.
     """
 
     engine: Engine
     options: ServerOptions
+    grammars: Grammars = field(default_factory=Grammars)
 
     @property
     def vocab(self) -> Vocab:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from llamakeep.chat_template import ChatTemplate, token_starts
+from llamakeep.errors import GrammarError
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError
+from llamakeep.server.messages import check_messages
 from llamakeep.server.prompts import Prompt
-from llamakeep.server.schema import TemplateFields
+from llamakeep.server.seams import seams_of
+from llamakeep.server.talk import Chat, Plan
+from llamakeep.server.tool_grammars import ToolGrammars
+from llamakeep.template_tools import short_id
+from llamakeep.tool_calls import (
+    GENERIC,
+    Format,
+    Thoughts,
+    format_of,
+    is_closed,
+    is_left_open,
+    is_open,
+    thoughts_of,
+)
+from llamakeep.tool_calls.described import described, without_calls
+from llamakeep.tool_calls.grammar import Grammar
 
 NO_TEMPLATE = (
     "this model has no chat template: start the server with --chat-template-file, or send a "
@@ -38,6 +58,8 @@ class Conversations:
     Args:
         template: The model's, or None if it has none.
         vocab: The model's.
+        n_ctx: Tokens that a prompt has room for; one that is longer is refused by the engine, so
+            no grammar is made for it. None for no limit.
         values: For the template, where a request has no others.
         prefill: An answer goes on with a last message of the assistant, where a request does not
             say.
@@ -47,57 +69,168 @@ class Conversations:
         self,
         template: ChatTemplate | None,
         vocab: Vocab,
+        n_ctx: int | None = None,
         *,
         values: Mapping[str, Any] | None = None,
         prefill: bool = True,
     ) -> None:
-        self._template = template
-        self._vocab = vocab
         self._values = dict(values or {})
         self._prefill = prefill
+        self._n_ctx = n_ctx
+        self._template = template
+        self._vocab = vocab
+        self._thoughts = None if template is None else thoughts_of(template.source)
+        # A template that tells of tools, but writes calls in a way not known here, does not tell.
+        knows = template is not None and template.traits.tools and template.traits.calls
+        own = format_of(template.source) if template is not None and knows else None
+        self._form = own or GENERIC
+        self._grammars = ToolGrammars(vocab)
 
-    def text(self, body: TemplateFields, tools: list[dict[str, Any]] | None = None) -> str:
+    def text(self, chat: Chat) -> str:
         """Return the text that a conversation becomes.
 
         Raises:
             ApiError: For messages that are none, or if there is no template.
             TemplateError: What the template refuses.
         """
-        return self._render(body, tools)[0]
+        return self._render(chat)[0]
 
-    def prompt(self, body: TemplateFields, tools: list[dict[str, Any]] | None = None) -> Prompt:
+    def prompt(self, chat: Chat) -> Prompt:
         """Return the prompt that a conversation becomes. Raises what `text` does."""
-        text, starts = self._render(body, tools)
+        return self._prompt(*self._render(chat)[:2])
+
+    def plan(self, chat: Chat) -> Plan:
+        """Return how a conversation is answered.
+
+        Costs a grammar for its tools, besides what `prompt` costs.
+
+        Raises:
+            ApiError: As `text`, and for calls that the model cannot be held to.
+            InvalidValue: For a tool that is to be called and is not there.
+        """
+        text, starts, beginning = self._render(chat)
+        tools = chat.choice.of(chat.tools)
+        marked = self._thoughts
+        if marked is not None and is_closed(text, marked):
+            marked = None
+        thoughts = marked if chat.thoughts_apart else None
+        form = self._form if tools else None
+        if form is not None and form.generic and chat.said is not None:
+            form = replace(form, wraps=False)
+        marks = tuple(marker.text for marker in form.markers) if form is not None else ()
+        marks += (thoughts.open, thoughts.close) if thoughts is not None else ()
+        if form is not None and form.named:
+            marks += ("[ARGS]", "[CALL_ID]")
+        thinking = marked is not None and (is_open(text, marked) or is_left_open(beginning, marked))
+        if chat.seams:
+            places = seams_of(text, chat, lambda other: self._render(other, starts=False)[0])
+            starts = sorted({*starts, *places})
+        prompt = self._prompt(text, starts)
+        grammar = None
+        is_held = form is not None or chat.said is not None
+        if is_held and (self._n_ctx is None or prompt.tokens.size <= self._n_ctx):
+            grammar = self._grammar(chat, form or self._form, marked, thinking)
+        return Plan(
+            prompt,
+            self._new_id,
+            form,
+            {tool.name: tool for tool in tools},
+            parallel=chat.parallel,
+            thoughts=thoughts,
+            thinking=thinking,
+            grammar=grammar,
+            has_said=grammar is not None and chat.said is not None,
+            shown=self._shown(marks),
+        )
+
+    def _grammar(
+        self, chat: Chat, form: Format, thoughts: Thoughts | None, thinking: bool
+    ) -> Grammar | None:
+        """Return what the answer has to match; None where it may be anything."""
+        assert self._template is not None
+        tools = chat.choice.of(chat.tools)
+        try:
+            return self._grammars.grammar(
+                form,
+                tools,
+                required=chat.choice.mode == "required",
+                parallel=chat.parallel and self._template.traits.several,
+                thoughts=thoughts,
+                thinking=thinking,
+                said=chat.said,
+                said_where=chat.said_where,
+            )
+        except GrammarError as error:
+            if not tools or (chat.said is not None and error.where.startswith(chat.said_where)):
+                message = f"the answer cannot be held to its format: {error}"
+                raise ApiError(message, param=error.where or chat.said_where) from error
+            raise ApiError(
+                f"'tools': calls cannot be held to them: {error}", param="tools"
+            ) from error
+
+    def _new_id(self) -> str:
+        call_id = "call_" + secrets.token_hex(12)
+        is_short = self._template is not None and self._template.traits.short_ids
+        return short_id(call_id) if is_short else call_id
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the server
+    def _shown(self, marks: tuple[str, ...]) -> frozenset[int]:
+        """Return those of some texts that are special tokens, whose text answers would lack."""
+        shown: set[int] = set()
+        for mark in marks:
+            tokens = self._vocab.tokenize(mark, add_special=False, parse_special=True)
+            if tokens.size == 1 and self._vocab.piece(int(tokens[0])) != mark.encode():
+                shown.add(int(tokens[0]))
+        return frozenset(shown)
+
+    def _prompt(self, text: str, starts: Sequence[int]) -> Prompt:
         tokens, at = token_starts(text, starts, self._vocab.tokenize)
         if not tokens.size:
             raise ApiError("'messages' become an empty prompt", param="messages")
         return Prompt(tokens, tuple(sorted({start for start in at if start < tokens.size})))
 
-    def _render(
-        self, body: TemplateFields, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, Sequence[int]]:
+    def _render(self, chat: Chat, *, starts: bool = True) -> tuple[str, Sequence[int], str]:
+        """Return the text, its starts (at half the cost: none), and what the answer goes on with.
+
+        That is "" if it begins anew.
+        """
         if self._template is None:
             raise ApiError(NO_TEMPLATE, code=501)
-        messages = body.messages
-        for index, message in enumerate(messages):
-            _check(message, index)
-        goes_on = _goes_on(body, prefill=self._prefill)
-        extra = dict(self._values)
-        if body.reasoning_effort is not None:
-            extra["reasoning_effort"] = body.reasoning_effort
-        extra |= body.chat_template_kwargs or {}
+        chat = replace(chat, extra={**self._values, **chat.extra})
+        check_messages(chat.messages)
+        goes_on = _goes_on(chat, prefill=self._prefill)
+        messages, tools = self._told(chat)
         beginning = _last_text(messages[-1]) if goes_on else ""
         if goes_on and not beginning:
             messages, goes_on = messages[:-1], False
         if goes_on:
-            return self._render_open(messages, beginning, tools, extra)
+            return *self._render_open(messages, beginning, tools, chat.extra), beginning
+        begins = chat.add_generation_prompt is not False
+        if not starts:
+            text = self._template.render(
+                messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
+            )
+            return text, (), ""
         rendered = self._template.render_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=tools or None,
-            extra=extra,
+            messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
         )
-        return rendered.text, rendered.starts
+        return rendered.text, rendered.starts, ""
+
+    def _told(self, chat: Chat) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]] | None]:
+        """Return messages as the template can have them, and the tools that it can tell of.
+
+        A template goes on to tell of tools that must not be called: so the prompt stays the same.
+        """
+        assert self._template is not None
+        traits, messages = self._template.traits, chat.messages
+        describes = self._form.generic and bool(chat.choice.of(chat.tools))
+        if describes or not traits.calls:
+            messages = without_calls(messages)
+        if describes:
+            messages = described(messages, chat.tools, has_system=traits.system)
+        if self._form.generic or not chat.tools:
+            return messages, None
+        return messages, [tool.to_openai() for tool in chat.tools]
 
     def _render_open(
         self,
@@ -116,7 +249,7 @@ class Conversations:
 
         def render(messages: Sequence[Mapping[str, Any]]) -> Rendered:
             return template.render_chat(
-                messages, add_generation_prompt=False, tools=tools or None, extra=extra
+                messages, add_generation_prompt=False, tools=tools, extra=extra
             )
 
         whole = render(messages)
@@ -129,34 +262,21 @@ class Conversations:
         return text, [start for start in whole.starts if start < len(text)]
 
 
-def _check(message: Mapping[str, Any], index: int) -> None:
-    """Raise for a message without a role, or with a content that is none."""
-    if not isinstance(message.get("role"), str):
-        name = f"messages.{index}.role"
-        raise ApiError(f"'{name}' must be a text", param=name)
-    name = f"messages.{index}.content"
-    content = message.get("content")
-    if "content" not in message and not message.get("tool_calls"):
-        raise ApiError(f"'{name}' is required", param=name)
-    if content is not None and not isinstance(content, str | list):
-        raise ApiError(f"'{name}' must be a text or a list of parts", param=name)
-
-
-def _goes_on(body: TemplateFields, *, prefill: bool) -> bool:
+def _goes_on(chat: Chat, *, prefill: bool) -> bool:
     """Return whether the answer goes on with the last message, as llama-server has it.
 
     It does if the message is the assistant's, unless a new turn is asked for; without `prefill`
     only if that is asked for.
     """
-    messages = body.messages
-    if body.continue_final_message and body.add_generation_prompt:
+    messages = chat.messages
+    if chat.continue_final_message and chat.add_generation_prompt:
         raise ApiError(
             "'add_generation_prompt' and 'continue_final_message' cannot both be true",
             param="continue_final_message",
         )
-    if messages[-1].get("role") != "assistant" or body.continue_final_message is False:
+    if messages[-1].get("role") != "assistant" or chat.continue_final_message is False:
         return False
-    if not body.continue_final_message and (body.add_generation_prompt or not prefill):
+    if not chat.continue_final_message and (chat.add_generation_prompt or not prefill):
         return False
     if len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError("'messages' must not end with two of the assistant", param="messages")

@@ -5,7 +5,8 @@ field that is meant::
 
     {"error": {"code": 400, "message": "...", "type": "invalid_request_error", "param": "seed"}}
 
-Bad input is a 400 in both APIs, also where the body is no JSON or has a wrong type.
+Bad input is a 400 in both APIs, also where the body is no JSON or has a wrong type. Addresses that
+speak Anthropic's API have the bodies of `anthropic_errors.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 from llamakeep import errors as raised
 from llamakeep.errors import LlamakeepError
+from llamakeep.server import anthropic_errors
 
 _log = logging.getLogger("llamakeep")
 
@@ -74,14 +76,23 @@ class ApiError(Exception):
         """What is answered."""
         return {"error": self.error}
 
-    def response(self) -> JSONResponse:
-        """Return it as a response."""
-        headers = {}
+    def response(self, path: str = "") -> JSONResponse:
+        """Return it as a response.
+
+        Args:
+            path: The address that was asked, whose API decides about its form.
+        """
+        headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.code == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.code, headers)
+        if not anthropic_errors.is_meant(path):
+            return JSONResponse(self.body, self.code, headers)
+        request_id = anthropic_errors.new_request_id()
+        headers |= anthropic_errors.headers_of(self.code, request_id)
+        body = anthropic_errors.body_of(self.code, self.error, request_id)
+        return JSONResponse(body, anthropic_errors.code_of(self.code), headers)
 
 
 class ClientGone(Exception):
@@ -139,8 +150,13 @@ def _field(location: Sequence[Any]) -> str | None:
     return ".".join(str(part) for part in location[1:]) or None  # the first says where it stood
 
 
-def invalid(error: RequestValidationError) -> ApiError:
-    """Return the 400 for input of a wrong type or out of range, which names the field."""
+def invalid(error: RequestValidationError, path: str = "") -> ApiError:
+    """Return the 400 for input of a wrong type or out of range, which names the field.
+
+    Args:
+        error: What is wrong.
+        path: The address that was asked.
+    """
     first = error.errors()[0]
     kind, location = str(first.get("type")), first.get("loc", ())
     if kind == "json_invalid":
@@ -149,6 +165,9 @@ def invalid(error: RequestValidationError) -> ApiError:
     name = _field(location)
     if name is None:
         return ApiError(_NO_OBJECT)
+    if anthropic_errors.is_meant(path):
+        message = anthropic_errors.invalid_message(location[1:], first.get("msg", "invalid"))
+        return ApiError(message, param=name)
     if kind == "missing":
         return ApiError(f"'{name}' is required", param=name)
     return ApiError(f"'{name}': {first.get('msg', 'invalid')}", param=name)
@@ -166,17 +185,18 @@ def _http(error: HTTPException) -> ApiError:
 def install(app: FastAPI) -> None:
     """Let every error of `app` have its body from here."""
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        path = request.url.path
         if isinstance(error, RequestValidationError):
-            return invalid(error).response()
+            return invalid(error, path).response(path)
         if isinstance(error, HTTPException):
-            response = _http(error).response()
+            response = _http(error).response(path)
             response.headers.update(error.headers or {})
             return response
-        return api_error(error).response()
+        return api_error(error).response(path)
 
-    async def gone(_: Request, __: Exception) -> JSONResponse:
-        return ApiError("the client went away", code=499).response()
+    async def gone(request: Request, __: Exception) -> JSONResponse:
+        return ApiError("the client went away", code=499).response(request.url.path)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
         RequestValidationError: answer,

@@ -131,6 +131,6 @@ def _digest(key: str) -> bytes:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    response = error.response()
+    response = error.response(scope["path"])
     response.headers["Connection"] = "close"  # the rest of the body is not read
     await response(scope, receive, send)

@@ -35,6 +35,11 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/chat/completions/input_tokens",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/responses/{id}",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/completion",
     "/tokenize",
@@ -59,6 +64,8 @@ ERRORS = tuple(name for name, _ in inspect.getmembers(errors, inspect.isclass))
 _ALIASES = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/completion",
+    "/responses": "/v1/responses",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
     "/models": "/v1/models",
     "/v1/health": "/health",
 }
@@ -70,6 +77,7 @@ _REFUSALS: dict[type[LlamakeepError], str] = {
 _REFUSED_BY = {401: "no_key", 413: "too_large"}
 _SLOT = re.compile(r"/slots/[^/]*")
 _EXPLAINED = re.compile(r"/explain/[^/]*")
+_RESPONSE = re.compile(r"/v1/responses/[^/]+(/cancel|/input_items)?")
 _KIND = re.compile(r"[a-z_]{1,40}")
 _MOST_KINDS = 32
 _RECENT = 32
@@ -85,6 +93,8 @@ def endpoint_of(path: str) -> str:
         return "/slots/{id}"
     if _EXPLAINED.fullmatch(path):
         return "/explain/{id}"
+    if path not in ENDPOINTS and _RESPONSE.fullmatch(path):
+        return "/v1/responses/{id}"
     return path if path in ENDPOINTS else OTHER
 
 

@@ -11,12 +11,13 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import options_for, requests_of, sampling_of
+from llamakeep.server.asking import options_for, requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, starts_of, tokenize_mixed, tokenize_prompts
 from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import (
@@ -61,15 +62,9 @@ def completions(context: Context) -> APIRouter:
         """Continue one prompt, or each of several."""
         constraints.refuse(body.model_extra)
         n_probs = body.n_probs if body.n_probs is not None else body.logprobs or 0
-        size = size_of([body.prompt, body.logit_bias], options.inline_chars)
-        prompts, sampling = await soon(
-            options,
-            size,
-            lambda: (
-                _prompts(context, body),
-                sampling_of(body, context.vocab, options.sampling),
-            ),
-        )
+        sampling = await sampling_soon(context, body, options.sampling)
+        size = size_of(body.prompt, options.inline_chars)
+        prompts = await soon(options, size, lambda: _prompts(context, body))
         requests = requests_of(
             context,
             body,
@@ -158,8 +153,8 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
     ) -> Response:
         """Return the prompt that a conversation becomes."""
-        size = size_of(body.messages, options.inline_chars)
-        text = await soon(options, size, lambda: conversations.text(body, body.tools))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        text = await soon(options, size, lambda: conversations.text(chat_of(body)))
         return answer_json({"prompt": text})
 
     return router

@@ -11,8 +11,9 @@ from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
 from llamakeep.server.constraints import SAMPLERS
+from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import NativeCompletion
-from llamakeep.server.sse import event
+from llamakeep.server.sse import PING, event
 from llamakeep.server.wire import probs_json, progress_json, timings_json
 
 _NO_SEED = (1 << 32) - 1
@@ -48,9 +49,6 @@ _OFF: dict[str, Any] = {
 # And what is told of an answer, but not of a slot or of defaults.
 _OFF_IN_ANSWERS: dict[str, Any] = {
     "dry_sequence_breakers": ["\n", ":", '"', "*"],
-    "grammar": "",
-    "grammar_lazy": False,
-    "grammar_triggers": [],
     "preserved_tokens": [],
 }
 _LITTLE = 2048
@@ -107,6 +105,9 @@ def settings_json(
     )
     return settings | {
         **_OFF_IN_ANSWERS,
+        "grammar": request.sampling.grammar,
+        "grammar_lazy": bool(request.sampling.grammar_triggers),
+        "grammar_triggers": list(request.sampling.grammar_triggers),
         "stop": list(request.stop),
         "logit_bias": [
             {"token": token, "bias": bias if math.isfinite(bias) else None}
@@ -124,6 +125,8 @@ class NativeEncoder:
         vocab: The model's.
         model: The model's name.
     """
+
+    ping = PING
 
     def __init__(self, body: NativeCompletion, vocab: Vocab, model: str) -> None:
         self._vocab = vocab
@@ -178,6 +181,10 @@ class NativeEncoder:
     def tail(self) -> bytes:
         """Return b"": the last event says that it is the last."""
         return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as an event."""
+        return event(error.body)
 
     def _partial(self, answer: Answer, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         chunk: dict[str, Any] = {

@@ -11,17 +11,20 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError, unsupported
+from llamakeep.server.grammars import said_of
 from llamakeep.server.openai_json import ChatEncoder, CompletionEncoder, OpenAIEncoder
+from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, tokenize_prompts
 from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import ApplyTemplate, ChatCompletion, Completion, OpenAIFields
 from llamakeep.server.shapes import ChatAnswer, CompletionAnswer, Models
 from llamakeep.server.sse import stream
+from llamakeep.server.talk import Plan
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
 
@@ -47,14 +50,14 @@ async def _answer(
     max_tokens: int | None,
     n_probs: int,
     label: str,
+    plan: Plan | None = None,
 ) -> Response:
     options = context.options
     defaults = options.openai_sampling or openai_defaults(options.sampling)
-    sampling = await soon(
-        options,
-        size_of(body.logit_bias, options.inline_chars),
-        lambda: sampling_of(body, context.vocab, defaults),
-    )
+    is_held = plan is not None and plan.has_said
+    sampling = await sampling_soon(context, body, defaults, shaped=not is_held)
+    if plan is not None:
+        sampling = plan.sampling(sampling)
     requests = requests_of(
         context,
         body,
@@ -63,11 +66,13 @@ async def _answer(
         max_tokens=max_tokens,
         n_probs=n_probs,
         label=label,
+        shown=frozenset() if plan is None else plan.shown,
     )
+    told = None if plan is None or plan.is_plain else plan
     if body.stream:
-        told = options_for(body, options)
-        return await stream(context.engine, requests, request.receive, encoder, told)
-    answers = await collect(context.engine, requests, request.receive)
+        waits = options_for(body, options)
+        return await stream(context.engine, requests, request.receive, encoder, waits, told)
+    answers = await collect(context.engine, requests, request.receive, plan=told)
     size = sum(answer.size for answer in answers)
     depth = _DEPTH if size > options.inline_chars else 0
     return await soon(options, size, lambda: answer_json(encoder.whole(answers), depth=depth))
@@ -132,8 +137,13 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         constraints.refuse(body.model_extra)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        size = size_of(body.messages, options.inline_chars)
-        prompt = await soon(options, size, lambda: conversations.prompt(body))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        said, where = said_of(body)
+        if said is not None:  # a schema that is new takes long
+            size = options.inline_chars + 1
+        plan = await soon(
+            options, size, lambda: conversations.plan(chat_of(body, said=said, said_where=where))
+        )
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer_id = new_id("chatcmpl-")
         encoder = ChatEncoder(body, answer_id, engine.model_name, options.build, context.vocab, top)
@@ -141,19 +151,20 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
             context,
             request,
             body,
-            [prompt],
+            [plan.prompt],
             encoder,
             max_tokens=options.n_predict,
             n_probs=0 if top is None else max(1, top),
             label=answer_id,
+            plan=plan,
         )
 
     async def count(
         body: Annotated[ApplyTemplate, example(messages=_MESSAGES)],
     ) -> Response:
         """Return how many tokens a conversation has, without answering it."""
-        size = size_of(body.messages, options.inline_chars)
-        prompt = await soon(options, size, lambda: conversations.prompt(body, body.tools))
+        size = size_of([body.messages, body.tools], options.inline_chars)
+        prompt = await soon(options, size, lambda: conversations.prompt(chat_of(body)))
         return answer_json(
             {"object": "response.input_tokens", "input_tokens": int(prompt.tokens.size)}
         )

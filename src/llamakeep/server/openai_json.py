@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Stop, Update
+from llamakeep.engine.request import Begun, Choice, Finished, Piece, Progress, Update
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.answers import Answer
+from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import asked_json, final_json
 from llamakeep.server.schema import ChatCompletion, OpenAIFields
-from llamakeep.server.sse import event
+from llamakeep.server.sse import PING, event
+from llamakeep.server.talk import Ending, Talk
 from llamakeep.server.wire import (
     dumps,
     logprob_of,
@@ -22,8 +24,15 @@ from llamakeep.server.wire import (
     text_of,
     timings_json,
 )
+from llamakeep.tool_calls import CallBegins, Content, Delta, Reasoning
 
-_REASONS = {Stop.END: "stop", Stop.WORD: "stop", Stop.LIMIT: "length", Stop.CANCELLED: "stop"}
+_REASONS = {
+    Ending.SAID: "stop",
+    Ending.WORD: "stop",
+    Ending.CALLS: "tool_calls",
+    Ending.LIMIT: "length",
+    Ending.CANCELLED: "stop",
+}
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -107,6 +116,7 @@ class OpenAIEncoder(ABC):
 
     object_name = ""
     chunk_name = ""
+    ping = PING
 
     def __init__(
         self,
@@ -165,17 +175,25 @@ class OpenAIEncoder(ABC):
     def encode(self, answer: Answer, update: Update) -> bytes:
         """Return the chunks of one update; b"" if it has none."""
         if isinstance(update, Piece):
-            if not update.text and self._n_probs is None:
+            if not self._is_told(answer, update):
                 return b""
             extra = {"timings": timings_json(answer.timings)} if self._per_token else {}
             return self._opening(answer) + self._piece(answer, update, extra)
         if isinstance(update, Finished):
             self._answers[answer.index] = answer
             opening = self._opening(answer)
-            return opening + self._last(answer, _REASONS[update.stop])
+            return opening + self._rest(answer) + self._last(answer, _REASONS[answer.ending])
         if isinstance(update, Progress):
             return self._opening(answer, {"prompt_progress": progress_json(update)})
         assert isinstance(update, Begun)
+        return b""
+
+    def _is_told(self, answer: Answer, piece: Piece) -> bool:
+        """Whether a piece becomes a chunk."""
+        return bool(piece.text) or self._n_probs is not None
+
+    def _rest(self, answer: Answer) -> bytes:
+        """Return the chunks of what was told at the end only."""
         return b""
 
     def tail(self) -> bytes:
@@ -190,6 +208,10 @@ class OpenAIEncoder(ABC):
             "timings": timings_json(answers[0].timings),
         }
         return event(chunk) + _DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as an event."""
+        return event(error.body)
 
     @abstractmethod
     def _opening(self, answer: Answer, extra: dict[str, Any] | None = None) -> bytes:
@@ -229,12 +251,11 @@ class CompletionEncoder(OpenAIEncoder):
         self._offsets: dict[int, Offsets] = {}
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        assert answer.finished is not None
         return {
             "text": answer.text,
             "index": answer.index,
             "logprobs": self._logprobs(answer, answer.probs),
-            "finish_reason": _REASONS[answer.finished.stop],
+            "finish_reason": _REASONS[answer.ending],
         }
 
     def _logprobs(self, answer: Answer, probs: Sequence[Choice]) -> dict[str, Any] | None:
@@ -282,13 +303,17 @@ class ChatEncoder(OpenAIEncoder):
         self._opened: set[int] = set()
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        assert answer.finished is not None
         return {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text},
+            "message": _message(answer),
             "logprobs": self._logprobs(answer.probs),
-            "finish_reason": _REASONS[answer.finished.stop],
+            "finish_reason": _REASONS[answer.ending],
         }
+
+    def _is_told(self, answer: Answer, piece: Piece) -> bool:
+        if answer.talk is None or self._n_probs is not None:
+            return super()._is_told(answer, piece)
+        return bool(answer.talk.deltas)
 
     def _logprobs(self, probs: Sequence[Choice]) -> dict[str, Any] | None:
         top = self._n_probs
@@ -307,6 +332,8 @@ class ChatEncoder(OpenAIEncoder):
         return self._chunk(choice, extra or {})
 
     def _piece(self, answer: Answer, piece: Piece, extra: dict[str, Any]) -> bytes:
+        if answer.talk is not None:
+            return self._told(answer, answer.talk, piece.probs, extra)
         if self._n_probs is None and not extra:
             return b'%s%d,"finish_reason":null,"delta":{"content":%s}%s' % (
                 self._before,
@@ -322,6 +349,51 @@ class ChatEncoder(OpenAIEncoder):
         }
         return self._chunk(choice, extra)
 
+    def _told(
+        self, answer: Answer, talk: Talk, probs: Sequence[Choice], extra: dict[str, Any]
+    ) -> bytes:
+        """Return a chunk for each delta; the first has what comes with the tokens."""
+        chunks: list[bytes] = []
+        for delta in [delta_json(each) for each in talk.deltas] or [{}]:
+            choice: dict[str, Any] = {"index": answer.index, "delta": delta}
+            if self._n_probs is not None:
+                choice["logprobs"] = None if chunks else self._logprobs(probs)
+            chunks.append(self._chunk(choice | {"finish_reason": None}, extra))
+        return b"".join(chunks)
+
+    def _rest(self, answer: Answer) -> bytes:
+        if answer.talk is None or not answer.talk.deltas:
+            return b""
+        return self._told(answer, answer.talk, (), {})
+
     def _last(self, answer: Answer, reason: str) -> bytes:
         choice = {"index": answer.index, "delta": {}, "finish_reason": reason}
         return self._chunk(choice, self._last_extra(answer))
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """Return what the model said, thought and called."""
+    if answer.talk is None:
+        return {"role": "assistant", "content": answer.text}
+    reply = answer.talk.reply
+    calls = [call.to_openai() for call in reply.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if calls:
+        message |= {"content": reply.text or None, "tool_calls": calls}
+    if reply.thoughts:
+        message["reasoning_content"] = reply.thoughts
+    return message
+
+
+def delta_json(delta: Delta) -> dict[str, Any]:
+    """Return a delta of a chat as OpenAI's chunks have it."""
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, CallBegins):
+        function = {"name": delta.name, "arguments": ""}
+        call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    else:
+        call = {"index": delta.index, "function": {"arguments": delta.json_text}}
+    return {"tool_calls": [call]}

@@ -40,6 +40,7 @@ import uvicorn
 from llamakeep.errors import InvalidValue
 from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
+from llamakeep.server import anthropic_errors
 from llamakeep.server.context import NEVER_S, ServerOptions
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
@@ -285,16 +286,20 @@ def serve(
             sock.close()
 
 
-async def _unavailable(message: str, send: Send) -> None:
-    """Answer 503."""
-    error = {"code": 503, "message": message, "type": "unavailable_error"}
-    body = json.dumps({"error": error}).encode()
+async def _unavailable(message: str, path: str, send: Send) -> None:
+    """Answer 503, in the form of the address that was asked."""
+    code, error = 503, {"code": 503, "message": message, "type": "unavailable_error"}
+    answer: dict[str, Any] = {"error": error}
+    if anthropic_errors.is_meant(path):
+        answer = anthropic_errors.body_of(code, error, anthropic_errors.new_request_id())
+        code = anthropic_errors.code_of(code)
+    body = json.dumps(answer).encode()
     headers = [
         (b"content-type", b"application/json; charset=utf-8"),
         (b"content-length", b"%d" % len(body)),
         (b"retry-after", b"1"),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.start", "status": code, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -311,7 +316,7 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if self.app is None:
-            await _unavailable(_LOADING, send)
+            await _unavailable(_LOADING, scope["path"], send)
             return
         has_begun, scope = False, _with_abort(scope, send)
 
@@ -324,7 +329,7 @@ class _Front:
             await self.app(scope, receive, begin)
         except asyncio.CancelledError:  # by uvicorn alone, which would log it as a fault
             if not has_begun:
-                await _unavailable(_ENDED, send)
+                await _unavailable(_ENDED, scope["path"], send)
 
 
 def _with_abort(scope: Scope, send: Send) -> Scope:

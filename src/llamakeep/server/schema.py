@@ -17,6 +17,7 @@ MOST_PROBS = 100
 _TEXT = 256
 _WORDS = 128
 _WORD_CHARS = 4096
+_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=-1, le=MOST)]
 Number = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -52,7 +53,18 @@ _STOP = {
         {"type": "null"},
     ]
 }
+_CHOICE = {
+    "anyOf": [
+        {"type": "string", "enum": ["auto", "none", "required"]},
+        {"type": "object"},
+        {"type": "null"},
+    ]
+}
+Choice = Annotated[Any, WithJsonSchema(_CHOICE)]
 Prompt = Annotated[Any, WithJsonSchema(_PROMPT)]
+Schema = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "null"}]})
+]
 Bias = Annotated[Any, WithJsonSchema(_BIAS)]
 
 
@@ -128,6 +140,33 @@ class SamplingFields(_Body):
     )
 
 
+class NamedSchema(_Body):
+    """A JSON schema, as OpenAI's API wraps it."""
+
+    name: Name | None = Field(default=None, description="Not looked at.")
+    description: str | None = Field(default=None, description="Not looked at.")
+    schema_: Schema = Field(
+        default=None, alias="schema", description="The schema; any object, if absent."
+    )
+    strict: bool | None = Field(
+        default=None, description="Not looked at: the schema is always followed."
+    )
+
+
+class ResponseFormat(_Body):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Anything, a JSON object, or JSON that validates against a schema."
+    )
+    json_schema: NamedSchema | None = Field(
+        default=None, description="The schema of `json_schema`."
+    )
+    schema_: Schema = Field(
+        default=None, alias="schema", description="A schema for `json_object`, as llama-server."
+    )
+
+
 class AnswerFields(SamplingFields):
     """What all three kinds of completion have in common."""
 
@@ -172,6 +211,15 @@ class AnswerFields(SamplingFields):
     )
     sse_ping_interval: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
         default=None, description="Seconds until a silent stream has a comment; -1 for never."
+    )
+    grammar: str | None = Field(
+        default=None, description="In GBNF, with a rule `root`: what the answer has to match."
+    )
+    json_schema: Schema = Field(
+        default=None, description="A JSON schema that the answer has to validate against."
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="What the answer has to be, as OpenAI's API says it."
     )
     verbose: bool | None = Field(
         default=None, description="Add `__verbose` with the prompt's text."
@@ -255,6 +303,19 @@ class TemplateFields(_Body):
         default=None, description="More values for the template."
     )
     reasoning_effort: Name | None = Field(default=None, description="Handed to the template.")
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
+        default=None,
+        description="`none` leaves what the model thinks in the content; else it stands apart.",
+    )
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_TOOLS)] | None = Field(
+        default=None, description="What the model may call."
+    )
+    tool_choice: Choice = Field(
+        default=None, description="auto, none, required, or an object that names a function."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false ends the answer after one call."
+    )
 
 
 class ChatCompletion(OpenAIFields, TemplateFields):
@@ -268,8 +329,6 @@ class ChatCompletion(OpenAIFields, TemplateFields):
 
 class ApplyTemplate(TemplateFields):
     """A request to `/apply-template`, or to count the tokens of a conversation."""
-
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Handed to the template.")
 
 
 class Tokenize(_Body):

@@ -103,11 +103,28 @@ class ChatLogprobs(_Answer):
     content: list[Chosen]
 
 
+class CalledFunction(_Answer):
+    """A tool that the model calls."""
+
+    name: str
+    arguments: str
+
+
+class MadeToolCall(_Answer):
+    """A call of the model's."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Answer):
-    """What the model said."""
+    """What the model said, thought and called."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[MadeToolCall] | None = None
 
 
 class ChatChoice(_Answer):
@@ -116,7 +133,7 @@ class ChatChoice(_Answer):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class _OpenAIAnswer(_Answer):
@@ -142,6 +159,139 @@ class ChatAnswer(_OpenAIAnswer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class InputTokens(_Answer):
+    """Prompt tokens that were not evaluated; nothing is ever charged for keeping them."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokens(_Answer):
+    """Tokens of thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Answer):
+    """Tokens read and written."""
+
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class OutputText(_Answer):
+    """What the model said."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Chosen]
+
+
+class ReasoningText(_Answer):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Item(_Answer):
+    id: str
+    status: Literal["completed", "incomplete"]
+
+
+class MessageItem(_Item):
+    """A message of the model's."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(_Item):
+    """Thoughts before it; `encrypted_content` has them as base64, where `include` asks for it."""
+
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(_Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class CustomCallItem(_Item):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ReasoningSettings(_Answer):
+    """How the model was to think."""
+
+    effort: str | None
+    summary: None
+
+
+class TextSettings(_Answer):
+    """What the answer was to be."""
+
+    format: dict[str, Any]
+    verbosity: str
+
+
+class ResponseAnswer(_Answer):
+    """An answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem]
+    usage: ResponseUsage
+    timings: Timings
+    background: bool
+    conversation: None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt: None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSettings
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
 
 
 class Model(BaseModel):

@@ -22,7 +22,8 @@ from llamakeep.engine import Engine
 from llamakeep.engine.request import Failed, Finished, Piece, Request, Update
 from llamakeep.server.answers import Answer, Inbox, Watch
 from llamakeep.server.context import ServerOptions
-from llamakeep.server.errors import api_error
+from llamakeep.server.errors import ApiError, api_error
+from llamakeep.server.talk import Plan
 from llamakeep.server.threads import size_of_answer, size_of_piece, soon
 from llamakeep.server.wire import dumps
 
@@ -50,6 +51,15 @@ class Encoder(Protocol):
         """Return what comes after the last answer is complete."""
         ...  # pragma: no cover - protocol
 
+    def failed(self, error: ApiError) -> bytes:
+        """Return the events that tell of a failure; nothing comes after them."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def ping(self) -> bytes:
+        """What comes when nothing has come for some time."""
+        ...  # pragma: no cover - protocol
+
 
 class EventStream(StreamingResponse):
     """A response whose events are made from the engine's updates as they come.
@@ -74,6 +84,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         self._inbox = inbox
         self._answers = answers
+        self._told_apart = [answer for answer in answers if answer.talk is not None]
         self._encoder = encoder
         self._options = options
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -108,13 +119,16 @@ class EventStream(StreamingResponse):
             while True:
                 size, work = self._size(pending), partial(self._write, pending)
                 data, failed = await soon(self._options, size, work)
+                for answer in self._told_apart:
+                    if answer.is_enough:
+                        inbox.end(answer)
                 if failed:
                     yield data
                     return
                 if not inbox.is_open:
                     data += self._encoder.tail()
                 elif pinger.is_due and not data:
-                    data = PING
+                    data = self._encoder.ping
                 if data:
                     yield data
                     pinger.rest()
@@ -143,7 +157,7 @@ class EventStream(StreamingResponse):
         parts: list[bytes] = []
         for index, update in updates:
             if isinstance(update, Failed):
-                parts.append(event(api_error(update.error).body))
+                parts.append(self._encoder.failed(api_error(update.error)))
                 return b"".join(parts), True
             answer = self._answers[index]
             answer.take(update)
@@ -189,17 +203,29 @@ async def stream(
     receive: Receive,
     encoder: Encoder,
     options: ServerOptions,
+    plan: Plan | None = None,
 ) -> EventStream:
     """Ask, and return the stream of all answers once the first of them has begun.
 
     While all wait in the queue nothing is sent, so that what is refused there has its status; but
     after `ping_s` the stream begins anyway.
 
+    Args:
+        engine: Answers.
+        requests: What is asked.
+        receive: Of the HTTP request, whose body was read.
+        encoder: Writes the events.
+        options: What the server was told.
+        plan: Of a conversation; its answers are told apart.
+
     Raises:
         ClientGone: When the client hung up before.
         Exception: What the engine refuses, or why the first answer failed.
     """
-    answers = [Answer(request, index, keep=False) for index, request in enumerate(requests)]
+    answers = [
+        Answer(request, index, keep=False, talk=None if plan is None else plan.talk(keep=False))
+        for index, request in enumerate(requests)
+    ]
     inbox = Inbox(options.backlog)
     inbox.submit(engine, requests)
     timer = asyncio.get_running_loop().call_later(options.ping_s, inbox.poke)

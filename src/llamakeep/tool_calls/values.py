@@ -1,0 +1,249 @@
+"""What tool calls are made of: tools, which of them may be called, and what an answer comes to.
+
+::
+
+    text of an answer -> Parser -> Content, Reasoning, CallBegins, CallArguments -> Reply
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from llamakeep.errors import InvalidValue
+
+MOST_NAME_CHARS = 128
+MOST_DEPTH = 128
+"""Objects and lists, one within the other, in a tool's parameters at most."""
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: Letters, digits and `_.:/-`.
+        description: For the model.
+        parameters: A JSON schema of an object: the arguments.
+        strict: The arguments must follow the schema to the letter.
+
+    Raises:
+        InvalidValue: For a name that is none, and for a schema that is of no object, or nested too
+            deeply.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"type": "object", "properties": {}}
+    )
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or len(self.name) > MOST_NAME_CHARS:
+            raise InvalidValue(
+                f"a tool's name has 1 to {MOST_NAME_CHARS} letters, digits or _.:/-, "
+                f"not {self.name[:200]!r}"
+            )
+        if self.parameters.get("type", "object") != "object":
+            raise InvalidValue(
+                f"the parameters of {self.name!r} must be the schema of an object, "
+                f"not of type {str(self.parameters['type'])[:100]!r}"
+            )
+        if depth_is_over(self.parameters, MOST_DEPTH):
+            raise InvalidValue(
+                f"the parameters of {self.name!r} are nested more than {MOST_DEPTH} deep"
+            )
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return it as OpenAI's API and chat templates have it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+def depth_is_over(value: object, most: int) -> bool:
+    """Return whether more than `most` objects and lists lie within each other. Never recurses."""
+    rest: list[tuple[object, int]] = [(value, 1)]
+    while rest:
+        each, depth = rest.pop()
+        inner: Iterable[object]
+        if isinstance(each, Mapping):
+            inner = each.values()
+        elif isinstance(each, (list, tuple)):
+            inner = each
+        else:
+            continue
+        if depth > most:
+            return True
+        rest.extend((one, depth + 1) for one in inner)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may, must or must not be called.
+
+    Attributes:
+        mode: `auto` lets the model choose, `none` forbids, `required` asks for at least one call.
+        names: The tools that may be called; () for all of them.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] = ()
+
+    def of(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Return the tools that may be called.
+
+        Raises:
+            InvalidValue: For a name that no tool has, and for a call that is required of none.
+        """
+        known = {tool.name for tool in tools}
+        for name in self.names:
+            if name not in known:
+                raise InvalidValue(f"there is no tool {name!r}")
+        if self.mode == "none":
+            return ()
+        if self.mode == "required" and not tools:
+            raise InvalidValue("a call is required, and there are no tools")
+        return tuple(tool for tool in tools if not self.names or tool.name in self.names)
+
+
+AUTO = ToolChoice()
+NONE = ToolChoice("none")
+REQUIRED = ToolChoice("required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made.
+
+    Attributes:
+        id: Under which its result comes back.
+        name: Of the tool.
+        arguments: JSON as the model wrote it; incomplete where the answer was cut off, and never
+            checked against the schema.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return it as OpenAI's API and chat templates have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of what the model says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thinks before."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call has begun; the pieces of its arguments follow.
+
+    Attributes:
+        index: Of the call, from 0.
+        id: Under which its result comes back.
+        name: Of the tool.
+    """
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the arguments of the call that began last.
+
+    Attributes:
+        index: Of the call.
+        json_text: A piece of JSON; all pieces together are an object.
+    """
+
+    index: int
+    json_text: str
+
+
+Delta: TypeAlias = "Content | Reasoning | CallBegins | CallArguments"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What deltas add up to. Costs a list's entry for each.
+
+    Attributes:
+        content: Pieces of what the model says.
+        reasoning: Pieces of what it thinks.
+    """
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    _begun: list[CallBegins] = field(default_factory=list)
+    _arguments: list[list[str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, deltas: Iterable[Delta]) -> Reply:
+        """Return what `deltas` add up to."""
+        reply = cls()
+        reply.add(deltas)
+        return reply
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Go on with these."""
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content.append(delta.text)
+            elif isinstance(delta, Reasoning):
+                self.reasoning.append(delta.text)
+            elif isinstance(delta, CallBegins):
+                self._begun.append(delta)
+                self._arguments.append([])
+            else:
+                self._arguments[delta.index].append(delta.json_text)
+
+    @property
+    def text(self) -> str:
+        """What the model says."""
+        return "".join(self.content)
+
+    @property
+    def thoughts(self) -> str:
+        """What it thinks."""
+        return "".join(self.reasoning)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Its calls, in order."""
+        return tuple(
+            ToolCall(begun.id, begun.name, "".join(pieces))
+            for begun, pieces in zip(self._begun, self._arguments, strict=True)
+        )
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the object that `text` is in JSON; None if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
