@@ -178,6 +178,34 @@ def test_few_tokens_are_looked_at_and_none_is_missed(
         matcher.accept(int(rng.choice(going)))
 
 
+NEAR_THE_LIMITS = {
+    "deep": "root ::= " + "(" * 128 + '"x"' + ")" * 128,
+    "long to the left": "root ::= r0\n"
+    + "\n".join(f"r{n} ::= r{n + 1} [a-z]" for n in range(1000))
+    + '\nr1000 ::= "x"',
+    "wide to the left": "root ::= a0 | a0\n"
+    + "\n".join(f"a{n} ::= a{n + 1} | a{n + 1}" for n in range(17))
+    + '\na17 ::= "x"',
+    "repetitions": 'root ::= [a-z]{2000} "-" [a-z]{0,2000}',
+    "alternatives": "root ::= " + " | ".join(f'"{n}x"' for n in range(1000)),
+    "text": 'root ::= "' + "x" * 100_000 + '"',
+    "rules": "root ::= r0\n"
+    + "\n".join(f"r{n} ::= [a-z] r{n + 1}" for n in range(8000))
+    + '\nr8000 ::= "x"',
+    "ways": 'root ::= [a-z ]* [a-z ]* [a-z ]* "x"',
+}
+
+
+@pytest.mark.parametrize("name", NEAR_THE_LIMITS)
+@pytest.mark.parametrize("settings", [Sampling(temperature=0), LOOSE], ids=["greedy", "loose"])
+def test_what_is_near_the_limits_can_be_followed(
+    runtime: LlamaCppRuntime, name: str, settings: Sampling
+) -> None:
+    """Beyond them, llama.cpp would end the process, or take minutes."""
+    text, _ = answer(runtime, replace(settings, grammar=NEAR_THE_LIMITS[name]), 30)
+    assert re.fullmatch("[a-z0-9 -]+", text)
+
+
 # -- where a grammar ends --------------------------------------------------------------------------
 
 
