@@ -28,6 +28,7 @@ from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.sampling import Sampling
+from llamakeep.stores.base import TreeStore
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 from llamakeep.tree import PrefixTree
@@ -65,6 +66,7 @@ def engine_of(
     n_seqs: int = 3,
     capacity_bytes: int = 1 << 26,
     runtime: FakeRuntime | None = None,
+    store: TreeStore | None = None,
     keeping: dict[str, Any] | None = None,
     cache: str = "tree",
     n_ctx: int = 2048,
@@ -74,7 +76,8 @@ def engine_of(
     model = runtime or runtime_of(family, n_seqs=n_seqs, n_ctx=n_ctx)
     kept: Keeping
     if cache == "tree":
-        tree = PrefixTree(MemoryStore(capacity_bytes), model.traits, segment_tokens=32)
+        store = MemoryStore(capacity_bytes) if store is None else store
+        tree = PrefixTree(store, model.traits, segment_tokens=32)
         kept = TreeKeeping(model, tree, tenant, **({"min_step": 64} | (keeping or {})))
     else:
         whole = PromptCache(capacity_bytes, mode=cast(Any, cache))

@@ -86,8 +86,8 @@ class LiveServer:
         self.records: list[Record] = []
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.url = ""
-        self._sock = run.bind(settings.host, settings.port)
-        self._run = _Run(settings, self._sock, run.load_service, lambda _: None, self._up)
+        self._sock = run.bind(settings.host[0], settings.port)
+        self._run = _Run(settings, [self._sock], run.load_service, lambda _: None, self._up)
         self._ready = threading.Event()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)

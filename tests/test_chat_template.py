@@ -190,6 +190,14 @@ def test_variables_come_from_the_caller_and_the_clock() -> None:
             template.render(HI, extra={name: 1})
 
 
+def test_a_template_may_ask_for_the_day_as_llama_cpp_tells_it() -> None:
+    source = "{{ date_string }}, {{ datetime }}{{ ', never' if day is defined }}"
+    template = ChatTemplate(source, now=lambda: datetime(2024, 2, 29))
+    assert template.render(HI) == "29 Feb 2024, Feb 29 2024"
+    assert template.render(HI, extra={"date_string": "today"}) == "today, Feb 29 2024"
+    assert template.render_chat(HI).text == template.render(HI)
+
+
 def test_blocks_and_loop_controls_work_as_with_hugging_face() -> None:
     source = "{% for m in 'ab' %}\n    {% if loop.last %}\n{% break %}\n{% endif %}\n{{ m }}\n"
     assert ChatTemplate(source + "{% endfor %}\n").render(HI) == "a\n"

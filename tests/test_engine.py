@@ -21,6 +21,9 @@ from llamakeep.errors import (
 from llamakeep.modes import Mode
 from llamakeep.runtime.base import Family
 from llamakeep.sampling import Sampling
+from llamakeep.stores.fake import FakeTier
+from llamakeep.stores.memory import MemoryStore
+from llamakeep.stores.tiered import TieredStore
 from tests.engine_tools import (
     GREEDY,
     N_VOCAB,
@@ -31,6 +34,7 @@ from tests.engine_tools import (
     join,
     runtime_of,
     span,
+    tenant,
 )
 
 FAMILIES = list(Family)
@@ -742,6 +746,26 @@ def test_what_may_not_be_kept_is_copied_by_nobody() -> None:
             first.ticket.cancel()
             first.wait()
             assert ask(engine, join(prompt, span(9, 2)), 3).wait().timings.cache_n == 0
+
+
+def test_answers_go_on_while_what_is_kept_is_forgotten_below() -> None:
+    disk = FakeTier()
+    store = TieredStore(MemoryStore(1 << 26), disk)
+    keeping = {"all_namespaces": lambda: [tenant("")]}
+    with engine_of(store=store, keeping=keeping) as engine:
+        disk.gate.clear()  # the disk is slow from here on
+        ask(engine, span(200, 1), 3).wait()
+        engine.call(engine._scheduler.cells.save_idle)
+        forgetting = threading.Thread(target=engine.clear_cache)
+        forgetting.start()
+        ask(engine, span(100, 2), 3).wait()
+        ask(engine, span(100, 3), 3).wait()
+        assert forgetting.is_alive()
+        disk.gate.set()
+        forgetting.join(60)
+        assert not forgetting.is_alive()
+        assert engine.flush()
+        assert ask(engine, span(200, 1), 3).wait().timings.cache_n == 0
 
 
 def test_a_copy_from_a_busy_slot_gives_the_right_reason() -> None:

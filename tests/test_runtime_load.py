@@ -82,6 +82,19 @@ def test_each_type_of_keys_and_values_can_be_had(tiny_model: Paths) -> None:
     assert len(per_bit) == 1
 
 
+def test_what_a_model_is(tiny_model: Paths) -> None:
+    path = tiny_model("attention")
+    runtime = LlamaCppRuntime.load(path, n_ctx=256, n_threads=1)
+    facts, metadata = runtime.model_facts(), runtime.vocab.metadata
+    assert set(facts) == {"vocab_type", "n_ctx_train", "n_embd", "n_params", "size", "ftype"}
+    assert "all F32" in facts["ftype"]
+    assert facts["size"] == 4 * facts["n_params"] <= path.stat().st_size
+    assert facts["n_embd"] == int(metadata[f"{metadata['general.architecture']}.embedding_length"])
+    runtime.close()
+    with pytest.raises(KeeperClosed):
+        runtime.model_facts()
+
+
 def test_a_window_that_is_not_kept_whole(tiny_model: Paths) -> None:
     path = tiny_model("swa")
     np.testing.assert_allclose(logits(path, swa_full=False), logits(path), rtol=0, atol=5e-3)

@@ -31,8 +31,9 @@ from llamakeep.cli import app
 from llamakeep.cli import serve as command
 from llamakeep.engine import Request
 from llamakeep.errors import InvalidValue, QueueFull
-from llamakeep.server import logs, run
+from llamakeep.server import logs, refused, run
 from llamakeep.server.accepted import ACCEPTED
+from llamakeep.server.context import NEVER_S
 from llamakeep.server.loading import load_engine
 from llamakeep.server.metrics import OTHER, endpoint_of
 from llamakeep.server.settings import OPTIONS
@@ -99,7 +100,10 @@ def test_flags_of_llama_server_are_understood(runner: CliRunner, model: str) -> 
         f"serve -m {model} -c 4096 -np 4 -b 64 -ub 32 -ngl all -fa off -ctk q8_0 -ctv f16 -t 3 "
         "-tb 2 --cache-ram 100 --no-cache-idle-slots --port 0 -n 7 "
         "--api-key k --api-key j --no-slots --check --json --no-mmap --mlock --swa-full --temp 0.5 "
-        "--top-k 3 --top-p 0.4 --min-p 0.2 -s 7 --repeat-penalty 1.2"
+        "--top-k 3 --top-p 0.4 --min-p 0.2 -s 7 --repeat-penalty 1.2 --typical-p 0.9 "
+        "--repeat-last-n 32 --presence-penalty 0.1 --frequency-penalty 0.2 --ignore-eos "
+        "--alias fim,code --tags small -kvu --cors-origins localhost --sse-ping-interval -1 "
+        '--no-cache-prompt --no-prefill-assistant --chat-template-kwargs {"a":1}'
     )
     result = runner.invoke(app, line.split())
     assert result.exit_code == 0, result.output
@@ -128,6 +132,18 @@ def test_flags_of_llama_server_are_understood(runner: CliRunner, model: str) -> 
         "min_p": 0.2,
         "seed": 7,
         "repeat_penalty": 1.2,
+        "typical_p": 0.9,
+        "repeat_last_n": 32,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "ignore_eos": True,
+        "alias": ["fim", "code"],
+        "tags": ["small"],
+        "cors": ["localhost"],
+        "ping_s": None,
+        "cache_prompt": False,
+        "prefill_assistant": False,
+        "chat_template_kwargs": {"a": 1},
     }
     assert {name: shown[name] for name in expected} == expected
     assert shown["sources"]["slots"] == "--no-slots"
@@ -137,13 +153,29 @@ def test_flags_of_llama_server_that_change_nothing_are_taken(
     runner: CliRunner, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMAKEEP_CTX_SIZ", "1")
-    line = "--jinja --no-webui -cb --cache-reuse 256 --no-context-shift --log-disable -v --check"
+    line = (
+        "--jinja --no-ui -cb --cache-reuse 256 --no-context-shift --log-disable -v -lv 3 "
+        "--log-colors on --log-prefix --no-log-timestamps --no-warmup --no-perf --offline "
+        "--no-mmproj --threads-http 4 -fit off --check"
+    )
     result = runner.invoke(app, ["serve", "-m", model, "--port", "0", *line.split()])
     assert result.exit_code == 0, result.output
     first, *accepted, _ = result.stderr.splitlines()
     assert first.startswith("llamakeep: LLAMAKEEP_CTX_SIZ is not known")
     assert len(accepted) == len(ACCEPTED)
     assert all(re.match(r"llamakeep: --[a-z-]+ changes nothing: ", line) for line in accepted)
+
+
+def test_what_is_refused_is_no_option_and_the_value_of_one_is_not_refused(
+    runner: CliRunner, model: str
+) -> None:
+    taken = {flag for each in COMMAND.params for flag in (*each.opts, *each.secondary_opts)}
+    assert len(refused.WHY) > 150
+    assert set(refused.WHY) & taken == set()
+    assert all(refused.why(flag) == why for flag, why in refused.WHY.items())
+    assert refused.why("--nonsense") is None
+    asked = ["serve", "-m", model, "--alias", "-md", "--port", "0", "--check"]
+    assert runner.invoke(app, asked).exit_code == 0
 
 
 def test_what_a_server_was_given_is_logged(
@@ -186,6 +218,8 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
         ("-m MODEL --chat-template-file nothing.jinja", "/nothing.jinja: No such file"),
         ("-m MODEL --no-kv-unified", "--no-kv-unified is refused"),
         ("-m MODEL --config nothing.toml", "cannot read nothing.toml"),
+        ("-m MODEL --host a.sock", "--host must be an address or a name: 'a.sock' would be a UNIX"),
+        ("-m MODEL --host 127.0.0.1,::1 --port 0", "--port: several addresses need a port"),
         ("-m MODEL --host no.such.host.invalid", "--host 'no.such.host.invalid'"),
         ("-m MODEL --port TAKEN", "is taken: another program listens there"),
         ("-m MODEL --nonsense 3", "No such option: --nonsense"),
@@ -199,6 +233,14 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
         ("-m MODEL --cache prompt --cache-dir kept", "--cache prompt keeps nothing outside"),
         ("-m MODEL --disk-bytes 1GiB", "--disk-bytes: it limits the directory of --cache-dir"),
         ("-m MODEL --chat-template {%if%}", "--chat-template: "),
+        ("-m MODEL --chat-template-kwargs {", "--chat-template-kwargs must be a JSON object"),
+        ("-m MODEL --load-mode mmap --no-mmap", "are two ways to say one thing"),
+        ("-m MODEL --context-shift", "--context-shift is refused: a context is never shifted"),
+        ("-m MODEL -md draft.gguf", "-md is refused: answers are not drafted"),
+        ("-m MODEL -nocb", "-nocb is refused: requests always share batches"),
+        ("-m MODEL --spec-type=draft-mtp", "--spec-type is refused: answers are not drafted"),
+        ("-m MODEL --embedding --port 1x", "--embedding is refused: embeddings and rankings"),
+        ("-hf user/model", "-hf is refused: nothing is downloaded"),
         ("-m MODEL --chat-template llama3", "'llama3' is no template; the built-in one is chatml"),
         ("-m MODEL --chat-template-file PYTHON", "--chat-template-file: "),
         ("-m MODEL --cache-dir PYTHON/kept", "is no directory"),
@@ -250,6 +292,31 @@ def test_a_port_is_held_from_the_start() -> None:
     run.bind("127.0.0.1", port).close()
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has an address of its own in IPv6."""
+    try:
+        run.bind("::1", 0).close()
+    except InvalidValue:
+        return False
+    return True
+
+
+def test_where_one_of_several_addresses_cannot_be_had_none_is() -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(InvalidValue, match=r"192\.0\.2\.1"):
+        run.bind_all(("127.0.0.1", "192.0.2.1"), port)
+    run.bind("127.0.0.1", port).close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_of_ipv6_are_no_other_ones_where_there_are_several() -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    for sock in run.bind_all(("0.0.0.0", "::"), port):
+        sock.close()
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(InvalidValue, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
         run.bind("192.0.2.1", 0)
@@ -285,8 +352,8 @@ def say(word):
 def told():
     return sys.stdin.readline().strip()
 
-def bind(host, port, bind=run.bind):
-    sock = bind(host, port)
+def bind(host, port, bind=run.bind, **options):
+    sock = bind(host, port, **options)
     say(f"port {sock.getsockname()[1]}")
     return sock
 
@@ -344,7 +411,8 @@ def ready(service, url):
 
 run.bind = bind
 logs.configure()
-settings = resolve({"model": __file__, "port": "0", "drain_s": sys.argv[2]}, environment={})
+flags = {"model": __file__, "port": sys.argv[3], "host": sys.argv[4], "drain_s": sys.argv[2]}
+settings = resolve(flags, environment={})
 try:
     run.serve(settings, load, on_ready=ready)
 finally:
@@ -410,9 +478,9 @@ class Process:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
-    def ask(self, path: str) -> http.client.HTTPResponse:
+    def ask(self, path: str, host: str = "127.0.0.1") -> http.client.HTTPResponse:
         """Return an answer whose body is still to be read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(host, self.port, timeout=PATIENCE_S)
         self.closing.callback(connection.close)
         connection.request("GET", path)
         return self.closing.enter_context(connection.getresponse())
@@ -449,8 +517,10 @@ def start(launch: Callable[..., Process], tmp_path: Path) -> Callable[..., Proce
     path = tmp_path / "server.py"
     path.write_text(PROGRAM)
 
-    def begin(how: str = "", *, drain_s: float = 1000.0) -> Process:
-        server = launch(str(path), how, str(drain_s))
+    def begin(
+        how: str = "", *, drain_s: float = 1000.0, port: int = 0, host: str = "127.0.0.1"
+    ) -> Process:
+        server = launch(str(path), how, str(drain_s), str(port), host)
         server.port = int(server.wait_for("port ").split()[1])
         return server
 
@@ -475,6 +545,18 @@ def test_a_server_ends_in_order(start: Any) -> None:
     server.wait_for("ready")
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == (0, ["up", "ready", "closed", "down", "over"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not everywhere this machine")
+def test_several_addresses_are_listened_on(start: Any) -> None:
+    with run.bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    server = start(port=port, host="127.0.0.1,127.0.0.2")
+    server.wait_for("ready")
+    for host in ("127.0.0.1", "127.0.0.2"):
+        assert server.ask("/quick", host).read() == b"quick"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
 
 
 def test_a_running_answer_is_completed_and_nothing_new_is_taken(start: Any) -> None:
@@ -811,6 +893,16 @@ def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Pat
     assert (options.n_predict, options.api_keys, options.cors) == (7, ("k",), ("*",))
     assert (options.max_body_bytes, options.slot_save_path) == (1 << 20, tmp_path)
     assert (options.slots, options.stall_s, options.model_path) == (False, 5.0, model)
+    assert (options.aliases, options.tags) == ((Path(model).stem,), ())
+    assert options.build.startswith("b")  # clients of llama-server count on it
+    assert (options.ping_s, options.cache_prompt, options.prefill) == (15.0, True, True)
+    flags = {"model": model, "alias": ["tiny,fim", "code"], "tags": ["small, chat"]}
+    flags |= {"ping_s": "-1", "cache_prompt": False, "prefill_assistant": False}
+    flags |= {"chat_template_kwargs": '{"enable_thinking": false}'}
+    options = run.options_of(resolve(flags, environment={}))
+    assert (options.ping_s, options.cache_prompt, options.prefill) == (NEVER_S, False, False)
+    assert options.template_values == {"enable_thinking": False}
+    assert (options.aliases, options.tags) == (("code", "fim", "tiny"), ("chat", "small"))
 
 
 def test_a_full_queue_is_told_in_the_singular_too() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.server import llama_env
 from llamakeep.server.options import Option
 from llamakeep.server.settings import BY_NAME, MASK, OPTIONS, ServerSettings
 from llamakeep.server.sources import CONFIG_ENV, resolve
@@ -30,7 +31,7 @@ def of(environment: dict[str, str] | None = None, **flags: Any) -> ServerSetting
 
 def test_the_defaults() -> None:
     settings = of()
-    assert (settings.host, settings.port) == ("127.0.0.1", 8080)
+    assert (settings.host, settings.port) == (("127.0.0.1",), 8080)
     assert (settings.parallel, settings.flash_attn, settings.cache) == (1, "on", "tree")
     assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 512)
     assert settings.policy == "lru"
@@ -42,6 +43,36 @@ def test_prompt_mode_has_the_defaults_of_llama_server() -> None:
     settings = of(cache="prompt")
     assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 8192)
     assert settings.policy == "upstream"
+
+
+def test_llama_servers_variables_mean_what_they_mean_there() -> None:
+    environment = {
+        "LLAMA_ARG_MODEL": "theirs.gguf",
+        "LLAMA_ARG_PORT": "1",
+        "LLAMA_ARG_N_PARALLEL": "2",
+        "LLAMAKEEP_PARALLEL": "3",
+        "LLAMA_ARG_ENDPOINT_METRICS": "disabled",
+        "LLAMA_ARG_NO_CACHE_IDLE_SLOTS": "whatever",
+        "LLAMA_API_KEY": "a,b",
+        "LLAMA_ARG_EMPTY": "",
+        "LLAMA_ARG_CONTEXT_SHIFT": "1",
+    }
+    settings = resolve({"port": "4"}, environment=environment)
+    assert (settings.model.name, settings.port, settings.parallel) == ("theirs.gguf", 4, 3)
+    assert (settings.metrics, settings.cache_idle_slots) == (False, False)
+    assert settings.api_key == ("a", "b")
+    assert settings.sources["model"] == "LLAMA_ARG_MODEL"
+    assert settings.sources["cache_idle_slots"] == "LLAMA_ARG_NO_CACHE_IDLE_SLOTS"
+    assert settings.notices == ("LLAMA_ARG_CONTEXT_SHIFT is not known here, and ignored",)
+    with pytest.raises(InvalidValue, match=r"^LLAMA_ARG_PORT must be between"):
+        resolve(MODEL, environment={"LLAMA_ARG_PORT": "-7"})
+    with pytest.raises(InvalidValue, match=r"^LLAMA_ARG_NO_KV_UNIFIED is refused"):
+        resolve(MODEL, environment={"LLAMA_ARG_NO_KV_UNIFIED": "1"})
+
+
+def test_llama_servers_variables_are_of_options_that_are_there() -> None:
+    assert set(llama_env.NAMES) <= set(BY_NAME)
+    assert len(set(llama_env.NAMES.values())) == len(llama_env.NAMES)
 
 
 def test_each_source_is_over_the_one_before(tmp_path: Path) -> None:
@@ -100,6 +131,9 @@ def _example(option: Option) -> str:
         "host": "0.0.0.0",
         "ctx_size": "4096",
         "top_p": "0.5",
+        "typical_p": "0.5",
+        "load_mode": "mlock",
+        "chat_template_kwargs": '{"a": 1}',
         "min_p": "0.5",
     }
     if option.name in words:
@@ -280,10 +314,27 @@ def test_what_changes_nothing_is_taken_with_a_line(tmp_path: Path) -> None:
     assert flag.startswith("--jinja changes nothing: ")
 
 
+@pytest.mark.parametrize(
+    ("said", "mapped", "locked"),
+    [
+        ({}, True, False),
+        ({"mmap": False}, False, False),
+        ({"load_mode": "none"}, False, False),
+        ({"load_mode": "mmap"}, True, False),
+        ({"load_mode": "mlock"}, False, True),
+        ({"load_mode": "mmap+mlock"}, True, True),
+    ],
+)
+def test_how_a_model_is_loaded(said: dict[str, Any], mapped: bool, locked: bool) -> None:
+    settings = of(**said)
+    assert (settings.use_mmap, settings.use_mlock) == (mapped, locked)
+
+
 def test_defaults_of_requests() -> None:
     assert of().sampling == {}
     chosen = of(temperature="0.2", top_k="-1", seed="5", repeat_penalty="1.1", min_p="0").sampling
     assert chosen == {"temperature": 0.2, "top_k": -1, "seed": 5, "repeat_penalty": 1.1, "min_p": 0}
+    assert of(temperature="0", ignore_eos=True).sampling == {"temperature": 0, "ignore_eos": True}
     assert of(seed="-1").sampling == of(seed=str(2**32 - 1)).sampling == {}
     with pytest.raises(InvalidValue, match=r"^--top-p must be a number from 0 to 1"):
         of(top_p="2")
@@ -340,6 +391,14 @@ def test_memory_for_states() -> None:
         ("gpu_layers", "12", 12),
         ("cache_ram_bytes", "1.5GiB", 3 << 29),
         ("cors", "*", ("*",)),
+        ("cors", "localhost, https://a.example", ("localhost", "https://a.example")),
+        ("flash_attn", "1", "on"),
+        ("flash_attn", "disabled", "off"),
+        ("metrics", "disabled", False),
+        ("chat_template_kwargs", '{"a": [1]}', {"a": [1]}),
+        ("load_mode", "auto", None),
+        ("host", "127.0.0.1, ::1", ("127.0.0.1", "::1")),
+        ("ping_s", "-1", None),
         ("api_key", "a, b", ("a", "b")),
     ],
 )

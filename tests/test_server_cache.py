@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,12 @@ ORIGIN = "https://chat.example"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(max_body_bytes=4096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Served]:
+    with served(cors=("localhost", ORIGIN)) as made:
         yield made
 
 
@@ -86,9 +93,15 @@ def test_with_a_key_all_is_answered(locked: Served, headers: dict[str, str]) -> 
     assert locked.post("/completion", body, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/health", "/v1/models", "/models"])
-def test_health_and_models_need_no_key(locked: Served, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_needs_no_key(locked: Served, path: str) -> None:
     assert locked.client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models", "/props", "/slots", "/metrics", "/docs"])
+def test_what_tells_of_the_server_needs_a_key(locked: Served, path: str) -> None:
+    locked.error_of(locked.client.get(path), 401)
+    assert locked.client.get(path, headers={"X-Api-Key": KEY}).status_code != 401
 
 
 def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
@@ -102,6 +115,34 @@ def test_a_page_that_may_ask_can_ask_first(locked: Served) -> None:
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
     other = locked.client.options("/completion", headers=asks | {"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "may"),
+    [
+        ("http://localhost", True),
+        ("https://localhost:8443", True),
+        ("http://127.0.0.1:3000", True),
+        ("http://[::1]:3000", True),
+        ("http://notlocalhost", False),
+        ("http://localhost.evil.example", False),
+        ("http://localhost:1@evil.example", False),
+        ("null", False),
+        (ORIGIN, True),
+    ],
+)
+def test_pages_of_this_machine_may_ask_where_it_says_so(
+    local: Served, origin: str, may: bool
+) -> None:
+    asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    for response in (
+        local.client.options("/completion", headers=asks),
+        local.client.get("/health", headers={"Origin": origin}),
+    ):
+        assert response.status_code == 200
+        allowed = response.headers.get("access-control-allow-origin")
+        assert allowed == (origin if may else None)
+        assert "origin" in response.headers["vary"].lower()
 
 
 def test_without_cors_no_page_may_ask(server: Served) -> None:
@@ -156,10 +197,12 @@ def test_a_body_of_just_the_size_is_taken(server: Served) -> None:
 # -- metrics and docs ------------------------------------------------------------------------------
 def test_metrics_are_shown_if_there_are_any(server: Served) -> None:
     assert "--metrics" in server.error_of(server.client.get("/metrics"), 501)["message"]
+    before = int(time.time())
     with served(exposition=lambda: (b"up 1\n", "text/plain; version=0.0.4")) as other:
         response = other.client.get("/metrics")
         assert response.text == "up 1\n"
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert before <= int(response.headers["process-start-time-unix"]) <= time.time()
 
 
 def test_every_endpoint_that_takes_a_body_shows_an_example(server: Served) -> None:

@@ -62,6 +62,31 @@ def test_the_last_of_several_parts_is_the_one_that_goes_on(prefill: str) -> None
     assert text_of(parts) == f"{BEFORE}One\n{prefill}"
 
 
+def test_without_prefill_a_last_message_is_a_whole_one_unless_a_request_says_so() -> None:
+    conversations = Conversations(ChatTemplate("chatml"), FakeVocab(300), prefill=False)
+    messages = [ASKED, {"role": "assistant", "content": "It"}]
+
+    def text(**fields: Any) -> str:
+        return conversations.text(chat_of(TemplateFields(messages=messages, **fields)))
+
+    assert text() == f"{BEFORE}It<|im_end|>\n<|im_start|>assistant\n"
+    assert text(continue_final_message=True) == BEFORE + "It"
+
+
+def test_values_of_the_server_are_those_that_a_request_does_not_have() -> None:
+    source = "{{ messages[0].content }}{{ a }}{{ reasoning_effort }}"
+    values = {"a": "1", "reasoning_effort": "low"}
+    conversations = Conversations(ChatTemplate(source), FakeVocab(300), values=values)
+
+    def text(**fields: Any) -> str:
+        return conversations.text(chat_of(TemplateFields(messages=[ASKED], **fields)))
+
+    assert text() == "hi1low"
+    assert text(reasoning_effort="high") == "hi1high"
+    said = {"a": "2", "reasoning_effort": "most"}
+    assert text(reasoning_effort="high", chat_template_kwargs=said) == "hi2most"
+
+
 def test_what_the_template_makes_of_thoughts_stays() -> None:
     assert text_of("<think>so</think>It", THINKS) == "[user]hi[end][assistant]<think>so</think>It"
     assert text_of("It", THINKS) == "[user]hi[end][assistant]<think></think>It"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamakeep.server import constraints
+from llamakeep.server import absent, constraints, refused
 from llamakeep.server.accepted import ACCEPTED
 from llamakeep.server.anthropic_schema import (
     CreateMessage,
@@ -72,8 +72,10 @@ def test_the_endpoints_that_are_not_there_are_not_there() -> None:
     with engine_of() as engine:
         paths = set(create_app(engine, None, None).openapi()["paths"])
     missing = set(re.findall(r"`(/[^`]*)`", row("not there (404)")))
-    assert len(missing) >= 6
-    assert missing & paths == set()
+    refused_paths = set(re.findall(r"`(/[^`]*)`", row("not there (501)")))
+    assert refused_paths == {path for paths in absent.ABSENT.values() for path in paths}
+    assert len(missing) >= 3
+    assert (missing | refused_paths) & paths == set()
 
 
 def test_every_field_that_is_refused_is_told() -> None:
@@ -115,7 +117,7 @@ def test_limits_are_those_of_the_schema() -> None:
 
 
 def test_every_flag_that_changes_nothing_is_told() -> None:
-    told = set(re.findall(r"`(--[a-z-]+)`", row("**flags that change nothing**")))
+    told = set(re.findall(r"`(--[a-z-]+)`", row("flags that change nothing")))
     assert told == {f"--{each.key}" for each in ACCEPTED}
 
 
@@ -124,6 +126,11 @@ def test_every_option_that_is_named_is_one(text: str) -> None:
     flags = {flag for each in OPTIONS for name in each.flags for flag in name.split("/")}
     flags |= {"--config", "--check", "--json", "--help"}
     flags |= {flag for each in ACCEPTED for flag in each.flags}
+    if text is TEXT:
+        told = set(re.findall(r"`(--[a-z-]+)`", row("flags that are refused")))
+        assert len(told) > 5
+        assert told <= set(refused.WHY)
+        flags |= told
     commands = re.findall(r"llamakeep serve [^\n`]*(?:\\\n[^\n]*)*", text)
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(commands)))
     if text is TEXT:

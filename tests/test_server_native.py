@@ -13,8 +13,11 @@ from llamakeep.runtime.base import Part
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
-from llamakeep.server import prompts
-from llamakeep.server.schema import Delimiter
+from llamakeep.server import context, prompts
+from llamakeep.server.absent import ABSENT
+from llamakeep.server.asking import options_for
+from llamakeep.server.constraints import SAMPLERS
+from llamakeep.server.schema import Delimiter, NativeCompletion
 from llamakeep.server.slots import checked_name, slot_json
 from tests.server_tools import HELLO, ONLY_A, Served, served
 
@@ -47,6 +50,81 @@ FINAL = {
     "stopping_word",
     "tokens_cached",
     "timings",
+}
+
+SETTINGS = {
+    "seed",
+    "temperature",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "top_k",
+    "top_p",
+    "min_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "typical_p",
+    "repeat_last_n",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "adaptive_target",
+    "adaptive_decay",
+    "max_tokens",
+    "n_predict",
+    "n_keep",
+    "n_discard",
+    "ignore_eos",
+    "stream",
+    "n_probs",
+    "min_keep",
+    "chat_format",
+    "reasoning_format",
+    "reasoning_in_content",
+    "generation_prompt",
+    "samplers",
+    "speculative.types",
+    "timings_per_token",
+    "post_sampling_probs",
+    "backend_sampling",
+    "lora",
+}
+"""Of defaults, as llama-server tells them; slots do not know how their answer is sent."""
+ONLY_IN_ANSWERS = {
+    "dry_sequence_breakers",
+    "stop",
+    "logit_bias",
+    "grammar",
+    "grammar_lazy",
+    "grammar_triggers",
+    "preserved_tokens",
+}
+PROPS = {
+    "default_generation_settings",
+    "total_slots",
+    "model_alias",
+    "model_ftype",
+    "model_path",
+    "modalities",
+    "endpoint_slots",
+    "endpoint_props",
+    "endpoint_metrics",
+    "ui",
+    "ui_settings",
+    "chat_template",
+    "chat_template_caps",
+    "bos_token",
+    "eos_token",
+    "build_info",
+    "is_sleeping",
+    "cors_proxy_enabled",
 }
 
 
@@ -144,6 +222,19 @@ def test_what_was_read_once_is_not_read_again() -> None:
         assert first["timings"]["cache_n"] == 0
         assert second["timings"]["cache_n"] >= 280
         assert second["timings"]["prompt_n"] == 301 - second["timings"]["cache_n"]
+
+
+def test_a_server_may_reuse_only_where_a_request_says_so() -> None:
+    with served(cache_prompt=False) as server:
+        asked = {"prompt": "B" * 300, "n_predict": 1}
+        said: tuple[dict[str, object], ...] = (
+            {},
+            {},
+            {"cache_prompt": True},
+            {"cache_mode": "read"},
+        )
+        reused = [server.answer("/completion", **asked, **more) for more in said]
+        assert [each["timings"]["cache_n"] > 0 for each in reused] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("field", [{"cache_prompt": False}, {"cache_mode": "off"}])
@@ -244,6 +335,36 @@ def test_times_come_with_every_token_when_asked_for(server: Served) -> None:
     assert [each["timings"]["predicted_n"] for each in events][:2] == [1, 2]
 
 
+def test_times_of_a_prompt_are_those_of_what_is_evaluated(server: Served) -> None:
+    events = server.stream(
+        "/completion",
+        prompt="F" * 400,
+        n_predict=1,
+        return_progress=True,
+        timings_per_token=True,
+        cache_prompt=False,
+    )
+    told = [(each["prompt_progress"], each["timings"]) for each in events[:-2]]
+    assert len(told) > 1
+    for progress, timings in told:
+        assert timings["prompt_n"] == progress["processed"] - progress["cache"]
+        assert timings["predicted_n"] == timings["predicted_ms"] == 0
+    assert told[0][1]["prompt_ms"] == told[0][1]["prompt_per_second"] == 0
+    times = [timings["prompt_ms"] for _, timings in told]
+    assert times == sorted(times)
+    assert times[-1] > 0
+
+
+def test_the_first_token_costs_no_step_of_its_own(server: Served) -> None:
+    asked = {"prompt": PROMPT, "logit_bias": ONLY_A}
+    one = server.answer("/completion", n_predict=1, **asked)["timings"]
+    assert one["predicted_n"] == 1
+    assert one["predicted_per_second"] == one["predicted_per_token_ms"] == 0
+    nine = server.answer("/completion", n_predict=9, **asked)["timings"]
+    assert nine["predicted_per_token_ms"] * 8 == pytest.approx(nine["predicted_ms"])
+    assert nine["predicted_per_second"] == pytest.approx(8e3 / nine["predicted_ms"])
+
+
 def test_fields_can_be_chosen(server: Served) -> None:
     names = ["content", "generation_settings/n_predict", "nothing/here"]
     answer = server.answer("/completion", prompt="Hi", n_predict=3, response_fields=names)
@@ -255,6 +376,7 @@ def test_settings_are_told_as_they_were_used(server: Served) -> None:
     settings = server.answer(
         "/completion", prompt="Hi", n_predict=1, seed=7, top_k=3, ignore_eos=True, n_probs=2
     )["generation_settings"]
+    assert set(settings) - {"cache_mode"} == SETTINGS | ONLY_IN_ANSWERS
     assert (settings["seed"], settings["top_k"], settings["n_probs"]) == (7, 3, 2)
     assert (settings["temperature"], settings["top_p"], settings["min_p"]) == (0.8, 0.95, 0.05)
     assert settings["ignore_eos"] is True
@@ -405,6 +527,42 @@ def test_a_body_counts_as_json_unless_a_page_sent_it(server: Served) -> None:
     assert "Content-Type" in server.error_of(response, 400)["message"]
 
 
+@pytest.mark.parametrize(
+    ("samplers", "may"),
+    [
+        (list(SAMPLERS), True),
+        (["penalties", "dry", "top_n_sigma", *SAMPLERS[1:5], "xtc", "temperature"], True),
+        ("edskypmxt", True),
+        ("edkypmxt", True),
+        ([*SAMPLERS, "top_k"], False),
+        (["temperature", *SAMPLERS[:5]], False),
+        (list(SAMPLERS[:5]), False),
+        ("kypmt", False),
+        ("nonsense", False),
+        ([1], False),
+        ({"penalties": 1}, False),
+    ],
+)
+def test_samplers_in_the_usual_order_may_be_said(
+    server: Served, samplers: object, may: bool
+) -> None:
+    body = {"prompt": "Hi", "n_predict": 1, "samplers": samplers}
+    if may:
+        assert server.answer("/completion", **body)["generation_settings"]["samplers"] == [
+            *SAMPLERS
+        ]
+    else:
+        assert server.error("/completion", **body)["param"] == "samplers"
+
+
+def test_the_settings_that_are_told_can_be_sent_back(server: Served) -> None:
+    props = server.client.get("/props").json()
+    told = props["default_generation_settings"]["params"] | {"stream": False, "n_predict": 1}
+    answer = server.answer("/completion", prompt="Hi", **told)
+    again = server.answer("/completion", prompt="Hi", **answer["generation_settings"])
+    assert again["generation_settings"] == answer["generation_settings"]
+
+
 def test_unknown_fields_and_null_are_as_if_absent(server: Served) -> None:
     answer = server.answer(
         "/completion", prompt="Hi", n_predict=1, xyzzy=1, seed=None, stop=None, grammar=""
@@ -483,6 +641,22 @@ def test_a_silent_stream_speaks_now_and_then() -> None:
             assert next(response.iter_lines()) == ":"
 
 
+@pytest.mark.parametrize(
+    ("said", "ping_s"), [(None, 15.0), (3, 3.0), (-1, context.NEVER_S), (0, context.NEVER_S)]
+)
+def test_a_request_may_say_how_often_a_silent_stream_speaks(
+    said: int | None, ping_s: float
+) -> None:
+    body = NativeCompletion.model_validate({"prompt": "Hi", "sse_ping_interval": said})
+    assert options_for(body, context.ServerOptions()).ping_s == ping_s
+    assert options_for(body, context.ServerOptions(stall_s=7.0)).stall_s == 7.0
+
+
+def test_a_stream_that_never_speaks_for_itself_is_one(server: Served) -> None:
+    events = server.stream("/completion", prompt="Hi", n_predict=2, sse_ping_interval=-1)
+    assert events[-1]["stop"] is True
+
+
 def break_down(server: Served) -> None:
     """Let the model fail from now on, more often than the engine tries again."""
     runtime = server.engine._runtime
@@ -511,6 +685,10 @@ def test_tokens_and_back(server: Served) -> None:
     tokens = server.answer("/tokenize", content="Hi <s>é")["tokens"]
     assert tokens == [72, 105, 32, BOS, 195, 169]
     assert server.answer("/detokenize", tokens=tokens)["content"] == "Hi <s>é"
+    assert [server.answer("/detokenize", **body)["content"] for body in ({}, {"tokens": None})] == [
+        "",
+        "",
+    ]
     assert server.answer("/tokenize", content="Hi", add_special=True)["tokens"][0] == BOS
     plain = server.answer("/tokenize", content="<s>", parse_special=False)["tokens"]
     assert plain == list(b"<s>")
@@ -533,7 +711,14 @@ def test_tokens_with_their_pieces(server: Served) -> None:
         ("/tokenize", {"content": ["x", 1.5]}, "content"),
         ("/tokenize", {"content": [10**9]}, "content"),
         ("/detokenize", {"tokens": "Hi"}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": {"0": 1}}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "token -1 at index 0"),
+        ("/detokenize", {"tokens": [1, 10**30]}, "at index 1"),
+        ("/detokenize", {"tokens": [1, 1.5]}, "1.5 at index 1"),
+        ("/detokenize", {"tokens": [[1], [2]]}, "tokens"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens"),
+        ("/detokenize", {"tokens": ["Hi"]}, "token 'Hi' at index 0"),
+        ("/detokenize", {"tokens": [None]}, "token None at index 0"),
         ("/detokenize", {"tokens": [10**7]}, "token"),
         ("/apply-template", {}, "messages"),
         ("/apply-template", {"messages": [{"role": "user"}]}, "content"),
@@ -569,7 +754,26 @@ def test_props_tell_what_the_server_is() -> None:
         assert (props["model_path"], props["total_slots"]) == ("/models/tiny.gguf", 2)
         assert props["default_generation_settings"]["n_ctx"] == 512
         assert (props["bos_token"], props["eos_token"]) == ("<s>", "</s>")
+        assert set(props) >= PROPS
+        assert set(props["default_generation_settings"]["params"]) == SETTINGS
         assert server.error("/props", 501)["type"] == "not_supported_error"
+
+
+@pytest.mark.parametrize("path", [path for paths in ABSENT.values() for path in paths])
+def test_what_is_not_here_says_so_as_llama_server_does(server: Served, path: str) -> None:
+    for body in (b"{}", b"", b"no JSON"):
+        error = server.error_of(server.raw(path, body), 501)
+        assert error["type"] == "not_supported_error"
+        assert error["message"].startswith("This server does not support ")
+
+
+def test_adapters_are_those_of_the_start() -> None:
+    with served(adapters=(("/a/style.gguf", 0.5),)) as server:
+        (adapter,) = server.client.get("/lora-adapters").json()
+        assert (adapter["id"], adapter["path"], adapter["scale"]) == (0, "/a/style.gguf", 0.5)
+        assert set(adapter) == {"id", "path", "scale", "task_name", "prompt_prefix"}
+        changed = server.client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
+        assert "LoRA" in server.error_of(changed, 501)["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
@@ -587,9 +791,19 @@ def test_slots_tell_what_they_do(roomy: Served) -> None:
         (busy,) = roomy.client.get("/slots").json()
         assert busy["is_processing"] is True
         assert busy["n_prompt_tokens"] == 3
+        assert set(busy["params"]) == SETTINGS - {"stream", "timings_per_token"}
+        (next_token,) = busy["next_token"]
+        assert set(next_token) == {"has_next_token", "has_new_line", "n_remain", "n_decoded"}
+        assert next_token["has_new_line"] is False
         assert "Hi" not in json.dumps(busy), "prompts are nobody else's business"
         none_free = roomy.client.get("/slots", params={"fail_on_no_slot": "1"})
         assert roomy.error_of(none_free, 503)["message"] == "no slot available"
+
+
+def test_slots_tell_whether_an_answer_has_a_new_line(roomy: Served) -> None:
+    with roomy.streaming("/completion", LONG | {"logit_bias": {"10": 1000}}):
+        (busy,) = roomy.client.get("/slots").json()
+        assert busy["next_token"][0]["has_new_line"] is True
 
 
 def test_slots_tell_how_much_of_a_prompt_is_evaluated() -> None:

@@ -375,6 +375,20 @@ def test_the_client_lists_the_model(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake"]
 
 
+def test_the_model_has_the_names_and_facts_that_it_was_given() -> None:
+    facts = {"n_params": 7, "size": 28, "ftype": "all F32"}
+    with served(engine={"model_facts": facts}, aliases=("code", "fim"), tags=("small",)) as server:
+        listed = server.client.get("/v1/models").json()
+        [model], [entry] = listed["data"], listed["models"]
+        assert (model["aliases"], model["tags"]) == (["code", "fim"], ["small"])
+        assert model["meta"].items() >= facts.items()
+        assert (
+            model["meta"].items() >= {"n_vocab": server.engine.vocab.n_vocab, "n_ctx": 512}.items()
+        )
+        assert (entry["name"], entry["capabilities"]) == (model["id"], ["completion"])
+        assert server.client.get("/props").json()["model_ftype"] == "all F32"
+
+
 def test_the_client_understands_errors(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(model="any", messages=HELLO, seed="x")  # type: ignore[call-overload]

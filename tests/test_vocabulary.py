@@ -103,6 +103,23 @@ def test_a_long_text_comes_back(vocab: Vocab) -> None:
 # -- special tokens --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("parse_special", [True, False])
+@pytest.mark.parametrize("add_special", [True, False])
+def test_a_long_text_has_the_tokens_of_its_parts(
+    vocab: Vocab, add_special: bool, parse_special: bool
+) -> None:
+    options = {"add_special": False, "parse_special": parse_special}
+    turns = [f"<|im_start|>user\n {n} <|im_end|>\n" for n in range(4_000)]
+    whole = vocab.tokenize("".join(turns), add_special=add_special, parse_special=parse_special)
+    begin = [vocab.bos] if add_special and vocab.adds_bos else []
+    parts: list[int] = []
+    step = 1 if parse_special else len(turns)  # plain text may become other tokens at a seam
+    for at in range(0, len(turns), step):
+        parts += vocab.tokenize("".join(turns[at : at + step]), **options).tolist()
+    assert whole.tolist() == begin + parts
+    assert vocab.text(whole[len(begin) :]) == "".join(turns)
+
+
 def test_special_tokens_are_read_only_where_they_are_asked_for(vocab: Vocab) -> None:
     parsed = vocab.tokenize(TURN, add_special=False, parse_special=True).tolist()
     flat = plain(vocab, TURN).tolist()

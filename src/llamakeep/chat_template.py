@@ -85,7 +85,8 @@ class ChatTemplate:
         add_bos: The vocabulary puts BOS before every prompt; so the text's own is dropped, as
             llama.cpp does. `token_starts` never doubles it, whatever is said here.
         clock: Of processor time in seconds, for the limit.
-        now: What `strftime_now` tells.
+        now: What `strftime_now`, `date_string` and `datetime` tell: as llama.cpp has it, a template
+            may ask for the day in three ways.
 
     Attributes:
         source: Of the template.
@@ -210,7 +211,7 @@ class ChatTemplate:
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self._program.generate(**(extra or {}), **fixed):
+            for piece in self._program.generate(**(_dated(now) | dict(extra or {})), **fixed):
                 length += len(piece)
                 meter.spend(len(piece))
                 if length > meter.value_chars:
@@ -324,6 +325,11 @@ class ChatTemplate:
             logger.info("this chat template does not show where user messages start")
             return ""
         return header
+
+
+def _dated(now: datetime) -> dict[str, str]:
+    """Return the day as templates have it that know no `strftime_now`."""
+    return {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
 
 
 def _checked(where: str, content: object) -> str | list[dict[str, Any]]:

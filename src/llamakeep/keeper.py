@@ -201,7 +201,7 @@ class Keeper:
             self._tree.clear()
             self._history.clear()
             self._clear_context(llm)
-            self._tree.store.forget_namespaces(list(self._introduced))
+            self._tree.store.forget_namespaces(list(self._introduced))()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything that is kept is in the tiers below memory too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,6 +14,7 @@ from typer.core import TyperCommand
 
 from llamakeep.cli.group import WRONG
 from llamakeep.errors import InvalidValue, ModelError
+from llamakeep.server import refused
 from llamakeep.server.accepted import ACCEPTED, Accepted
 from llamakeep.server.options import Option
 from llamakeep.server.settings import OPTIONS
@@ -57,13 +59,34 @@ class SectionedCommand(TyperCommand):
         """Read the command line.
 
         Raises:
-            InvalidValue: For what is no option, or has no value: one line like all others.
+            InvalidValue: For what is no option, or has no value: one line like all others. For one
+                of llama-server that means something that is not here, with the reason.
         """
+        self._refuse(args)
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
             words = cast(Any, error).format_message()
             raise InvalidValue(f"{words} (llamakeep serve --help lists all options)") from None
+
+    def _refuse(self, args: Sequence[str]) -> None:
+        """Raise for an option of llama-server that is not here.
+
+        Before the others are read: `-md` would be `-m` with the value `d`.
+        """
+        takes = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.params
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+        left = iter(args)
+        for arg in left:
+            name = arg.partition("=")[0]
+            why = None if arg in takes or name in takes else refused.why(name)
+            if why is not None:
+                raise InvalidValue(f"{name} is refused: {why}")
+            if takes.get(arg):
+                next(left, None)  # its value
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List the options, those without a heading last."""
@@ -162,7 +185,8 @@ def serve(
     if check:
         for notice in settings.notices:
             typer.echo(f"llamakeep: {notice}", err=True)
-        run.bind(settings.host, settings.port).close()
+        for sock in run.bind_all(settings.host, settings.port):
+            sock.close()
         if not json:
             typer.echo("llamakeep: these options can be meant, and the port is free", err=True)
     else:
@@ -245,10 +269,11 @@ def announce(settings: ServerSettings, service: Service, url: str) -> None:
             n_ctx=service.n_ctx,
             tiers=dict(service.tiers),
         )
-    if not keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+    open_to = [host for host in settings.host if host not in ("127.0.0.1", "::1", "localhost")]
+    if open_to and not keys:
         logs.tell(
             "open",
-            f"anybody who reaches {settings.host} may ask: --api-key-file says who may",
+            f"anybody who reaches {', '.join(open_to)} may ask: --api-key-file says who may",
             level=logging.WARNING,
         )
 

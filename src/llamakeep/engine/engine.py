@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,6 +90,7 @@ class Engine:
         keeping: What slots hold and keep.
         vocab: The model's vocabulary; the runtime's own if not given.
         model_name: For people.
+        model_facts: For people, too: what the model is, such as `n_params`. JSON-ready.
         file_key: Seals files of slots, see `envelope.seal_key`; None for none.
         max_waiting: Requests that may wait for a slot.
         park_idle: Keep and empty idle slots while others run: cells that nobody uses slow down all.
@@ -115,6 +116,7 @@ class Engine:
         *,
         vocab: Vocab | None = None,
         model_name: str = "",
+        model_facts: Mapping[str, Any] | None = None,
         file_key: bytes | None = None,
         max_waiting: int = 256,
         park_idle: bool = True,
@@ -129,6 +131,7 @@ class Engine:
         self.n_slots = runtime.n_seqs
         self.vocab = runtime.vocab if vocab is None else vocab
         self.model_name = model_name
+        self.model_facts = dict(model_facts or {})
         self.on_stop: Callable[[], None] | None = None
         self.observers = Observers()
         self._runtime = runtime
@@ -400,18 +403,25 @@ class Engine:
             raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
 
     def clear_cache(self) -> dict[str, Any]:
-        """Forget everything that is kept, and what idle slots hold; return what was freed."""
+        """Forget everything that is kept, and what idle slots hold; return what was freed.
 
-        def clear() -> dict[str, Any]:
+        Waits until it is gone below memory, too; answers go on meanwhile.
+        """
+
+        def clear() -> tuple[int, Callable[[], None]]:
             before = self._keeping.stats()["used_bytes"]
             for slot in self._scheduler.slots:
                 if slot.job is None:
                     self._keeping.clear(slot.slot_id)
-            self._keeping.forget()
+            wait = self._keeping.forget()
             self.history.clear()
-            return {"freed_bytes": before - self._keeping.stats()["used_bytes"]}
+            return before - self._keeping.stats()["used_bytes"], wait
 
-        return self.call(clear)
+        freed_bytes, wait = self.call(clear)
+        wait()
+        if self._keeping.has_tiers:
+            self.call(clear)  # what was read from there before it was gone
+        return {"freed_bytes": freed_bytes}
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Keep what idle slots hold, and wait until all of it is in the tiers below memory too."""

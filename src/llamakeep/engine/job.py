@@ -48,6 +48,7 @@ class Job:
         sampler: Chooses its tokens; None before it begins for the first time.
         reuse: How its prompt was served; None before it begins.
         n_generated: Tokens generated so far.
+        has_new_line: One of them has a line end in it.
         n_tries: How often it had to begin again because a sequence was lost.
         sent_back_at: How many jobs had ended when it had to leave its slot for want of cells; -1 if
             it had not. It begins again when another one has ended since.
@@ -69,6 +70,7 @@ class Job:
         self.sampler: Sampler | None = None
         self.reuse: Reuse | None = None
         self.n_generated = 0
+        self.has_new_line = False
         self.n_tries = 0
         self.sent_back_at = -1
         self.cancelled = False
@@ -137,6 +139,7 @@ class Job:
         self.n_generated += 1
         self._last = now
         self._unsent.append(choice)
+        self.has_new_line = self.has_new_line or b"\n" in piece
         text = self._writer.push(piece)
         if text or self.stopping_word or self.request.n_probs:
             self._send(text)

@@ -122,8 +122,12 @@ class Keeping(Protocol):
         """Return every kept prompt, most recently used first: JSON-ready."""
         ...  # pragma: no cover - protocol
 
-    def forget(self) -> None:
-        """Forget everything that is kept, for every tenant this engine has seen."""
+    def forget(self) -> Callable[[], None]:
+        """Forget everything that is kept, for every tenant this engine has seen.
+
+        Returns:
+            What waits until it is gone below memory, too; for any thread.
+        """
         ...  # pragma: no cover - protocol
 
     def flush(self, timeout_s: float | None) -> bool:
@@ -324,10 +328,10 @@ class TreeKeeping:
         """Return every kept prompt of every tenant."""
         return [asdict(entry) for entry in self._tree.entries()]
 
-    def forget(self) -> None:
+    def forget(self) -> Callable[[], None]:
         """Forget what is kept, on disk too; a shared tier keeps what it has until it expires."""
         self._tree.clear()
-        self._tree.store.forget_namespaces(list(self._all_namespaces()))
+        return self._tree.store.forget_namespaces(list(self._all_namespaces()))
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait for the tiers below memory."""

@@ -22,6 +22,11 @@ MAX_STOP_CHARS = 1 << 14
 """Length of all stop strings of a request together."""
 
 
+def steps_of(n_tokens: int) -> int:
+    """Return how many batches so many tokens of an answer took after its prompt's last one."""
+    return max(0, n_tokens - 1)
+
+
 class Stop(str, enum.Enum):
     """Why an answer ended."""
 
@@ -185,6 +190,11 @@ class Timings:
     prompt_ms: float
     predicted_n: int
     predicted_ms: float
+
+    @property
+    def n_steps(self) -> int:
+        """Batches that `predicted_ms` is the time of: the first token came with the prompt."""
+        return steps_of(self.predicted_n)
 
 
 @dataclass(frozen=True, slots=True)

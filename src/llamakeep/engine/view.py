@@ -23,6 +23,7 @@ class SlotInfo:
         request: That request.
         reuse: How its prompt was served, once that is known.
         n_decoded: Tokens of the answer so far.
+        has_new_line: One of them has a line end in it.
     """
 
     slot_id: int
@@ -33,6 +34,7 @@ class SlotInfo:
     request: Request | None = None
     reuse: Reuse | None = None
     n_decoded: int = 0
+    has_new_line: bool = False
 
     @classmethod
     def of(cls, slot: SlotState, tokens: IntArray, n_ctx: int) -> SlotInfo:
@@ -41,5 +43,13 @@ class SlotInfo:
         if job is None:
             return cls(slot.slot_id, tokens, n_ctx)
         return cls(
-            slot.slot_id, tokens, n_ctx, True, job.id, job.request, job.reuse, job.n_generated
+            slot.slot_id,
+            tokens,
+            n_ctx,
+            True,
+            job.id,
+            job.request,
+            job.reuse,
+            job.n_generated,
+            job.has_new_line,
         )

@@ -183,9 +183,10 @@ class PromptKeeping:
         entries = sorted(self._cache, key=lambda entry: -entry.last_used)
         return [_shown(entry) for entry in entries]
 
-    def forget(self) -> None:
+    def forget(self) -> Callable[[], None]:
         """Forget all entries."""
         self._cache.clear()
+        return lambda: None
 
     def flush(self, timeout_s: float | None) -> bool:
         """Return True: there is nothing below memory."""

@@ -70,6 +70,7 @@ from llamakeep.runtime.llama_load import (
     flash_type,
     kv_type,
     load_model,
+    model_facts,
     model_params,
 )
 from llamakeep.runtime.llama_load import (
@@ -899,6 +900,14 @@ class LlamaCppRuntime:
     def build_facts() -> dict[str, Any]:
         """Return what computes: versions of the package, of llama.cpp and its states, backends."""
         return build_facts()
+
+    def model_facts(self) -> dict[str, Any]:
+        """Return what the model is, by llama-server's names, such as `n_params`: JSON-ready.
+
+        Raises:
+            KeeperClosed: When the model is closed.
+        """
+        return model_facts(llama_cpp.llama_get_model(self._ctx))
 
     def namespace_settings(self, *, rope_factors: bool = True) -> dict[str, Any]:
         """Return the settings that change what is computed, as they take effect.

@@ -332,6 +332,24 @@ def _is_long(
     return n_ctx
 
 
+def model_facts(model: Any) -> dict[str, Any]:
+    """Return what a model is, by llama-server's names: JSON-ready.
+
+    Args:
+        model: The native model.
+    """
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    ftype = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(model))
+    return {
+        "vocab_type": int(llama_cpp.llama_vocab_type(vocab)),
+        "n_ctx_train": int(llama_cpp.llama_model_n_ctx_train(model)),
+        "n_embd": int(llama_cpp.llama_model_n_embd(model)),
+        "n_params": int(llama_cpp.llama_model_n_params(model)),
+        "size": int(llama_cpp.llama_model_size(model)),
+        "ftype": (ftype or b"").decode("utf-8", "replace"),
+    }
+
+
 def build_facts() -> dict[str, Any]:
     """Return what computes: versions of the package, of llama.cpp and its states, backends."""
     backends = ["CPU"]

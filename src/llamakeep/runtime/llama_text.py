@@ -15,11 +15,16 @@ import numpy as np
 from llamakeep.errors import GrammarError, InvalidValue, KeeperClosed, ModelError
 from llamakeep.gbnf import check_grammar
 from llamakeep.runtime.base import Vocab, utf8
+from llamakeep.runtime.cuts import cut
 from llamakeep.runtime.llama_load import load_model, model_params
 from llamakeep.runtime.llama_tokens import GrammarTokens
 from llamakeep.tokens import IntArray, TokensLike, as_tokens
 
 _MAX_BYTES: Final = 2**31 - 1
+_LONG_BYTES: Final = 1 << 15
+_PIECE_BYTES: Final = 1 << 11
+_CONTROL: Final = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+"""What such tokens are read as is asked for with `parse_special`."""
 
 
 class Vocabulary:
@@ -54,6 +59,7 @@ class Vocabulary:
         self._idle = threading.Condition()
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._ends: frozenset[int] | None = None
+        self._specials: list[tuple[bytes, int]] | None = None
         self._grammar_tokens: GrammarTokens | None = None
         self._metadata: dict[str, str] | None = None
         self._has_text = llama_cpp.llama_vocab_type(self._vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
@@ -89,6 +95,48 @@ class Vocabulary:
         data = utf8(text)
         if len(data) > _MAX_BYTES:
             raise InvalidValue(f"a text of {len(data):,} bytes is too long for llama.cpp")
+        if len(data) <= _LONG_BYTES:
+            return self._tokens(data, add_special, parse_special)
+        return self._in_pieces(data, add_special, parse_special)
+
+    def _in_pieces(self, data: bytes, add_special: bool, parse_special: bool) -> IntArray:
+        """Return what `_tokens` does, at a cost that follows the length; see `cuts`."""
+        with self.reading() as vocab:
+            around = [
+                llama_cpp.llama_vocab_get_add_bos(vocab) and llama_cpp.llama_vocab_bos(vocab),
+                llama_cpp.llama_vocab_get_add_eos(vocab) and llama_cpp.llama_vocab_eos(vocab),
+            ]
+        first, last = ([int(each)] if add_special and each is not False else [] for each in around)
+        if self._tokens(b"", add_special, parse_special).tolist() != first + last:
+            return self._tokens(data, add_special, parse_special)  # with others around it
+        specials, strips = self._looked_for(parse_special)
+        pieces = cut(data, specials, _PIECE_BYTES, strips=strips)
+        found = [self._tokens(piece, False, parse_special) for piece in pieces]
+        return as_tokens(np.concatenate([as_tokens(first), *found, as_tokens(last)]))
+
+    def _looked_for(self, parse_special: bool) -> tuple[list[bytes], set[bytes]]:
+        """Return texts that are looked for before all others, and which strip spaces before them.
+
+        The first time, this asks about each token (0.1 s for 100,000).
+        """
+        if self._specials is None:
+            attributes = llama_cpp.llama_vocab_get_attr
+            with self.reading() as vocab:
+                of_each = [(token, int(attributes(vocab, token))) for token in range(self.n_vocab)]
+                self._specials = [
+                    (bytes(llama_cpp.llama_vocab_get_text(vocab, token)), attribute)
+                    for token, attribute in of_each
+                    if attribute & (_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+                ]
+        known = [
+            (text, attribute)
+            for text, attribute in self._specials
+            if text and (parse_special or not attribute & _CONTROL)
+        ]
+        strip = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+        return [text for text, _ in known], {text for text, each in known if each & strip}
+
+    def _tokens(self, data: bytes, add_special: bool, parse_special: bool) -> IntArray:
         room = len(data) + 8
         with self.reading() as vocab:
             while True:

@@ -50,7 +50,7 @@ class Accepted:
 
 ACCEPTED = (
     Accepted(("--jinja",), "chat templates are always read as Jinja"),
-    Accepted(("--no-webui",), "there is no web UI"),
+    Accepted(("--no-webui", "--no-ui"), "there is no web UI"),
     Accepted(("-cb", "--cont-batching"), "requests always share batches"),
     Accepted(
         ("--cache-reuse",),
@@ -59,7 +59,21 @@ ACCEPTED = (
     ),
     Accepted(("--no-context-shift",), "a context is never shifted"),
     Accepted(("--log-disable",), "a log goes to standard error; 2>/dev/null drops it"),
-    Accepted(("-v", "--verbose"), "a request is always one line of the log"),
+    Accepted(("-v", "--verbose", "--log-verbose"), "a request is always one line of the log"),
+    Accepted(
+        ("-lv", "--verbosity", "--log-verbosity"),
+        "a request is always one line of the log",
+        metavar="N",
+    ),
+    Accepted(("--log-colors",), "a log is not coloured", metavar="WORD"),
+    Accepted(("--log-prefix", "--no-log-prefix"), "a line of the log has one form"),
+    Accepted(("--log-timestamps", "--no-log-timestamps"), "a line of the log has one form"),
+    Accepted(("--warmup", "--no-warmup"), "the start-up probe evaluates some tokens anyway"),
+    Accepted(("--perf", "--no-perf"), "answers always tell what they cost"),
+    Accepted(("--offline",), "nothing is ever downloaded"),
+    Accepted(("--no-mmproj", "--no-mmproj-auto"), "a prompt is always text"),
+    Accepted(("--threads-http",), "requests need no threads of their own", metavar="N"),
+    Accepted(("-fit", "--fit"), "nothing is fitted to the memory of a device", metavar="on|off"),
 )
 """Its lines, in the order of llama-server's help."""
 BY_NAME = {each.name: each for each in ACCEPTED}

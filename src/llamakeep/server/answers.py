@@ -25,6 +25,7 @@ from llamakeep.engine.request import (
     Finished,
     Listener,
     Piece,
+    Progress,
     Request,
     Timings,
     Update,
@@ -57,6 +58,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     probs: list[Choice] = field(default_factory=list)
     begun: Begun | None = None
+    progress: Progress | None = None
     finished: Finished | None = None
     n_decoded: int = 0
     has_new_line: bool = False
@@ -78,6 +80,8 @@ class Answer:
                 self.probs.extend(update.probs)
         elif isinstance(update, Begun):
             self.begun, self.began_at = update, time.perf_counter()
+        elif isinstance(update, Progress):
+            self.progress = update
         elif isinstance(update, Finished):
             self.finished = update
         if self.talk is not None:
@@ -133,12 +137,17 @@ class Answer:
         """What it has cost up to now; the engine's own figures at its end."""
         if self.finished is not None:
             return self.finished.timings
-        prompt = (self.first_at - self.began_at) * 1e3
+        prompt_n, prompt_ms = self.n_prompt - self.n_reused, (self.first_at - self.began_at) * 1e3
+        if math.isnan(prompt_ms):  # it is being evaluated
+            prompt_n, prompt_ms = 0, 0.0
+            if self.progress is not None:
+                prompt_n = self.progress.processed - self.progress.cached
+                prompt_ms = self.progress.ms if prompt_n else 0.0
         return Timings(
             queue_ms=0.0,
-            prompt_n=self.n_prompt - self.n_reused,
+            prompt_n=prompt_n,
             cache_n=self.n_reused,
-            prompt_ms=0.0 if math.isnan(prompt) else prompt,
+            prompt_ms=prompt_ms,
             predicted_n=self.n_decoded,
             predicted_ms=(self.last_at - self.first_at) * 1e3 if self.n_decoded else 0.0,
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import FastAPI
 from fastapi.responses import Response
-from starlette.middleware.cors import CORSMiddleware
 
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.engine import Engine
 from llamakeep.server import (
+    absent,
     anthropic,
     cache,
     errors,
@@ -23,9 +25,9 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.limits import Limits
+from llamakeep.server.origins import Origins
 from llamakeep.server.routing import add_routes
 
-_METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _ABOUT = """
 Answers with states that are kept: a prompt's beginning that was read once is not read again.
 
@@ -58,7 +60,14 @@ def create_app(
     options = options or ServerOptions()
     context = Context(engine, options)
     _ = context.vocab.ends  # found here, and not in the event loop
-    conversations = Conversations(template, context.vocab, engine.n_ctx)
+    conversations = Conversations(
+        template,
+        context.vocab,
+        engine.n_ctx,
+        values=options.template_values,
+        prefill=options.prefill,
+    )
+    started = str(int(time.time()))
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)
     errors.install(app)
     add_routes(
@@ -74,6 +83,7 @@ def create_app(
         slots.router(context),
         cache.router(context),
         explaining.router(context),
+        absent.router(context),
     )
 
     @app.get("/metrics", tags=["llama-server"], responses=ERRORS, response_class=Response)
@@ -85,15 +95,11 @@ def create_app(
                 code=501,
             )
         text, media_type = exposition()
-        return Response(text, headers={"Content-Type": media_type})
+        headers = {"Content-Type": media_type, "Process-Start-Time-Unix": started}
+        return Response(text, headers=headers)
 
     # The last one added comes first: a page's preflight carries no key.
     app.add_middleware(Limits, max_body_bytes=options.max_body_bytes, api_keys=options.api_keys)
     if options.cors:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.cors,
-            allow_methods=_METHODS,
-            allow_headers=["*"],
-        )
+        app.add_middleware(Origins, origins=options.cors)
     return app

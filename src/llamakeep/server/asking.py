@@ -9,7 +9,7 @@ from llamakeep.engine.request import Request
 from llamakeep.modes import Mode
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
-from llamakeep.server.context import Context
+from llamakeep.server.context import NEVER_S, Context, ServerOptions
 from llamakeep.server.errors import ApiError
 from llamakeep.server.grammars import shapes
 from llamakeep.server.prompts import Prompt, bias_of, check_slot
@@ -91,11 +91,20 @@ async def sampling_soon(
     return await soon(options, size, read)
 
 
-def mode_of(body: AnswerFields) -> Mode:
+def mode_of(body: AnswerFields, options: ServerOptions) -> Mode:
     """Return what the request may do with kept states; `cache_mode` has the last word."""
     if body.cache_mode is not None:
         return Mode(body.cache_mode)
-    return Mode.WRITE if body.cache_prompt is False else Mode.ON
+    reuses = options.cache_prompt if body.cache_prompt is None else body.cache_prompt
+    return Mode.ON if reuses else Mode.WRITE
+
+
+def options_for(body: AnswerFields, options: ServerOptions) -> ServerOptions:
+    """Return what the server was told, with what the request says of its stream instead."""
+    ping_s = body.sse_ping_interval
+    if ping_s is None:
+        return options
+    return replace(options, ping_s=float(ping_s) if ping_s > 0 else NEVER_S)
 
 
 def session_of(body: AnswerFields) -> str:
@@ -151,7 +160,7 @@ def requests_of(
                     shown=shown,
                     n_probs=n_probs,
                     user_starts=prompt.starts,
-                    mode=mode_of(body),
+                    mode=mode_of(body, context.options),
                     salt=body.cache_salt or "",
                     slot=slot,
                     wants_progress=bool(body.stream and body.return_progress),

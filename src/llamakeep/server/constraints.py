@@ -37,6 +37,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
+"""The samplers that are there, in their order, by llama-server's names."""
+_LETTERS = dict(zip("ekypmt", SAMPLERS, strict=True))
+_WITHOUT_EFFECT = {"dry", "top_n_sigma", "xtc", *"dsx"}  # where no other field asks for them
+
+
+def _is_our_order(value: Any) -> bool:
+    """Whether a list of samplers, or a text with a letter for each, asks for what is done anyway.
+
+    llama-server's own default does: it has some more, which do nothing unless they are asked for.
+    """
+    if not isinstance(value, str | list) or not all(isinstance(each, str) for each in value):
+        return False
+    wanted = [_LETTERS.get(each, each) for each in value if each not in _WITHOUT_EFFECT]
+    return tuple(wanted) == SAMPLERS
+
+
 def refuse(fields: Mapping[str, Any] | None) -> None:
     """Raise for the first of `fields` that asks for something that is not there.
 
@@ -45,6 +62,8 @@ def refuse(fields: Mapping[str, Any] | None) -> None:
     """
     for name, value in (fields or {}).items():
         if name not in _NEUTRAL or not value:
+            continue
+        if name == "samplers" and _is_our_order(value):
             continue
         if not any(value == neutral for neutral in _NEUTRAL[name]):
             raise unsupported(name)

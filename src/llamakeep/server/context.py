@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamakeep.engine import Engine
 from llamakeep.runtime.base import Vocab
@@ -12,6 +13,8 @@ from llamakeep.sampling import Sampling
 from llamakeep.server.grammars import Grammars
 
 MIB = 1 << 20
+NEVER_S = 1e8
+"""As a time to wait: three years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,15 @@ class ServerOptions:
 
     Attributes:
         model_path: Shown by `/props`.
+        aliases: Names of the model, shown by `/v1/models`; none for that of the engine.
+        tags: Words that `/v1/models` shows with it.
+        adapters: LoRA adapters and their scales, shown by `/lora-adapters`.
         sampling: Defaults of `/completion`.
         openai_sampling: Defaults of the OpenAI endpoints; None for `sampling` with OpenAI's own for
             what OpenAI's API defines.
+        cache_prompt: Reuse what is kept, where a request does not say.
+        template_values: Values for the chat template, where a request has no others.
+        prefill: An answer goes on with a last message of the assistant.
         n_predict: Tokens to generate where a request does not say; None for no limit.
         api_keys: A request must have one of them; none for no check.
         cors: Origins of pages that may ask; `*` for all.
@@ -40,8 +49,14 @@ class ServerOptions:
     """
 
     model_path: str = ""
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     openai_sampling: Sampling | None = None
+    cache_prompt: bool = True
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    prefill: bool = True
     n_predict: int | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()

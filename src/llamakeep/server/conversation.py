@@ -60,11 +60,22 @@ class Conversations:
         vocab: The model's.
         n_ctx: Tokens that a prompt has room for; one that is longer is refused by the engine, so
             no grammar is made for it. None for no limit.
+        values: For the template, where a request has no others.
+        prefill: An answer goes on with a last message of the assistant, where a request does not
+            say.
     """
 
     def __init__(
-        self, template: ChatTemplate | None, vocab: Vocab, n_ctx: int | None = None
+        self,
+        template: ChatTemplate | None,
+        vocab: Vocab,
+        n_ctx: int | None = None,
+        *,
+        values: Mapping[str, Any] | None = None,
+        prefill: bool = True,
     ) -> None:
+        self._values = dict(values or {})
+        self._prefill = prefill
         self._n_ctx = n_ctx
         self._template = template
         self._vocab = vocab
@@ -186,8 +197,9 @@ class Conversations:
         """
         if self._template is None:
             raise ApiError(NO_TEMPLATE, code=501)
+        chat = replace(chat, extra={**self._values, **chat.extra})
         check_messages(chat.messages)
-        goes_on = _goes_on(chat)
+        goes_on = _goes_on(chat, prefill=self._prefill)
         messages, tools = self._told(chat)
         beginning = _last_text(messages[-1]) if goes_on else ""
         if goes_on and not beginning:
@@ -251,10 +263,11 @@ class Conversations:
         return text, [start for start in whole.starts if start < len(text)]
 
 
-def _goes_on(chat: Chat) -> bool:
+def _goes_on(chat: Chat, *, prefill: bool) -> bool:
     """Return whether the answer goes on with the last message, as llama-server has it.
 
-    It does if the message is the assistant's, unless a new turn is asked for.
+    It does if the message is the assistant's, unless a new turn is asked for; without `prefill`
+    only if that is asked for.
     """
     messages = chat.messages
     if chat.continue_final_message and chat.add_generation_prompt:
@@ -264,7 +277,7 @@ def _goes_on(chat: Chat) -> bool:
         )
     if messages[-1].get("role") != "assistant" or chat.continue_final_message is False:
         return False
-    if chat.add_generation_prompt and not chat.continue_final_message:
+    if not chat.continue_final_message and (chat.add_generation_prompt or not prefill):
         return False
     if len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError("'messages' must not end with two of the assistant", param="messages")

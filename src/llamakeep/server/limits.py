@@ -16,7 +16,7 @@ from llamakeep.server.errors import ApiError
 
 _log = logging.getLogger("llamakeep")
 
-PUBLIC = frozenset({"/health", "/v1/health", "/models", "/v1/models"})
+PUBLIC = frozenset({"/health", "/v1/health"})
 """Paths that need no key."""
 _BEARER = "bearer "
 

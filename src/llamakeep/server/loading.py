@@ -135,8 +135,8 @@ def load_engine(
             type_k=settings.cache_type_k,
             type_v=settings.cache_type_v,
             swa_full=settings.swa_full,
-            use_mmap=settings.mmap,
-            use_mlock=settings.mlock,
+            use_mmap=settings.use_mmap,
+            use_mlock=settings.use_mlock,
             segment_tokens=SEGMENT_TOKENS,
             on_progress=on_progress,
         )
@@ -160,7 +160,8 @@ def load_engine(
         engine = Engine(
             runtime,
             keeping,
-            model_name=settings.alias or settings.model.stem,
+            model_name=settings.aliases[0],
+            model_facts=runtime.model_facts(),
             file_key=seal_key(tiers.secret),
             max_waiting=settings.queue,
             park_idle=settings.cache_idle_slots,

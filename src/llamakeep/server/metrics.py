@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamakeep import errors
 from llamakeep.engine import Observer, Record
+from llamakeep.engine.request import steps_of
 from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
 
 logger = logging.getLogger("llamakeep")
@@ -47,6 +48,7 @@ ENDPOINTS = (
     "/props",
     "/slots",
     "/slots/{id}",
+    "/lora-adapters",
     "/health",
     "/metrics",
     "/cache",
@@ -79,6 +81,7 @@ _RESPONSE = re.compile(r"/v1/responses/[^/]+(/cancel|/input_items)?")
 _KIND = re.compile(r"[a-z_]{1,40}")
 _MOST_KINDS = 32
 _RECENT = 32
+_DRAFTS = ("draft_tokens", "accepted_tokens", "drafts")
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -269,6 +272,7 @@ class _Collector(Collector):
             ("tokens_predicted", "Tokens generated.", sums["predicted_n"]),
             ("tokens_predicted_seconds", "Time spent generating.", ms["predicted"] / 1e3),
             ("n_decode", "Batches evaluated.", stats.get("batches", 0)),
+            *((f"spec_decode_num_{name}", "0: no drafts are made.", 0) for name in _DRAFTS),
         ):
             yield CounterMetricFamily(f"llamacpp:{name}", text, value)
         for name, text, value in (
@@ -286,7 +290,7 @@ class _Collector(Collector):
             (
                 "predicted_tokens_seconds",
                 f"Tokens generated a second, of the last {_RECENT} requests.",
-                _rate((each.generated_tokens, each.predicted_ms) for each in recent),
+                _rate((steps_of(each.generated_tokens), each.predicted_ms) for each in recent),
             ),
             ("requests_processing", "Requests in a slot.", stats.get("slots_busy", 0)),
             ("requests_deferred", "Requests that wait for one.", stats.get("waiting", 0)),

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import requests_of, sampling_soon
+from llamakeep.server.asking import options_for, requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -76,7 +76,8 @@ def completions(context: Context) -> APIRouter:
         )
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
-            return await stream(engine, requests, request.receive, encoder, options)
+            told = options_for(body, options)
+            return await stream(engine, requests, request.receive, encoder, told)
         answers = await collect(engine, requests, request.receive, partial(encoder.begin, requests))
         size = sum(each.size for each in answers)
 
@@ -137,12 +138,15 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
     @router.post("/detokenize", responses=ERRORS)
     async def detokenize(body: Annotated[Detokenize, example(tokens=[72, 105])]) -> Response:
         """Return the text of tokens."""
+        given = [] if body.tokens is None else body.tokens
+        if not isinstance(given, list):
+            raise ApiError("'tokens' must be a list of tokens", param="tokens")
 
-        def write() -> Response:
-            tokens = as_tokens(body.tokens, n_vocab=vocab.n_vocab)
+        def write() -> Response:  # and look at each of millions: so it is not done before
+            tokens = as_tokens(given, n_vocab=vocab.n_vocab)
             return answer_json({"content": vocab.text(tokens) if tokens.size else ""})
 
-        return await soon(options, size_of_answer(len(body.tokens), 0, 0), write)
+        return await soon(options, size_of_answer(len(given), 0, 0), write)
 
     @router.post("/apply-template", responses=ERRORS)
     async def apply_template(
@@ -170,21 +174,28 @@ def about(context: Context, *, has_metrics: bool, template: str) -> APIRouter:
         return answer_json(
             {
                 "default_generation_settings": {
-                    "params": sampling_json(options.sampling, options.n_predict),
+                    "params": sampling_json(
+                        options.sampling, options.n_predict, stream=True, timings_per_token=False
+                    ),
                     "n_ctx": engine.n_ctx,
                 },
                 "total_slots": engine.n_slots,
                 "model_alias": engine.model_name,
+                "model_ftype": engine.model_facts.get("ftype", ""),
                 "model_path": options.model_path,
                 "modalities": {"vision": False, "audio": False, "video": False},
                 "endpoint_slots": options.slots,
                 "endpoint_props": False,
                 "endpoint_metrics": has_metrics,
+                "ui": False,
+                "ui_settings": {},
                 "chat_template": template,
+                "chat_template_caps": {},
                 "bos_token": special(vocab.bos),
                 "eos_token": special(vocab.eos),
                 "build_info": options.build,
                 "is_sleeping": False,
+                "cors_proxy_enabled": False,
             }
         )
 

@@ -10,6 +10,7 @@ from llamakeep.engine.request import Begun, Finished, Piece, Progress, Request, 
 from llamakeep.runtime.base import Vocab
 from llamakeep.sampling import RANDOM_SEED, Sampling
 from llamakeep.server.answers import Answer
+from llamakeep.server.constraints import SAMPLERS
 from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import NativeCompletion
 from llamakeep.server.sse import PING, event
@@ -26,21 +27,45 @@ _OFF: dict[str, Any] = {
     "xtc_probability": 0.0,
     "xtc_threshold": 0.1,
     "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": 64,
     "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
     "adaptive_target": -1.0,
     "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
+    "chat_format": "Content-only",
+    "reasoning_format": "none",
+    "reasoning_in_content": False,
+    "generation_prompt": "",
+    "speculative.types": "none",
     "post_sampling_probs": False,
+    "backend_sampling": False,
     "lora": [],
+}
+# And what is told of an answer, but not of a slot or of defaults.
+_OFF_IN_ANSWERS: dict[str, Any] = {
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "preserved_tokens": [],
 }
 _LITTLE = 2048
 """Tokens whose text costs little: less than a millisecond."""
-_SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 
 
-def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
-    """Return settings by llama-server's names, those that are off included."""
+def sampling_json(
+    sampling: Sampling, n_predict: int | None, *, n_probs: int = 0, **more: Any
+) -> dict[str, Any]:
+    """Return settings by llama-server's names, those that are off included.
+
+    Args:
+        sampling: How tokens are chosen.
+        n_predict: How many at most; None for no limit.
+        n_probs: How many of the likeliest come with each.
+        **more: Settings that are no sampling, such as `stream`.
+    """
     limit = -1 if n_predict is None else n_predict
     return {
         "seed": _NO_SEED if sampling.seed == RANDOM_SEED else sampling.seed,
@@ -55,13 +80,13 @@ def sampling_json(sampling: Sampling, n_predict: int | None) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "min_keep": sampling.min_keep,
         "ignore_eos": sampling.ignore_eos,
-        "grammar": sampling.grammar,
-        "grammar_lazy": bool(sampling.grammar_triggers),
-        "grammar_triggers": list(sampling.grammar_triggers),
         "max_tokens": limit,
         "n_predict": limit,
-        "samplers": _SAMPLERS,
-    } | _OFF
+        "n_probs": n_probs,
+        "samplers": list(SAMPLERS),
+        **_OFF,
+        **more,
+    }
 
 
 def settings_json(
@@ -71,15 +96,23 @@ def settings_json(
     biases = list(request.sampling.logit_bias)
     if request.sampling.ignore_eos:
         biases += [(token, -math.inf) for token in sorted(vocab.ends)]
-    return sampling_json(request.sampling, request.max_tokens) | {
+    settings = sampling_json(
+        request.sampling,
+        request.max_tokens,
+        n_probs=request.n_probs,
+        stream=stream,
+        timings_per_token=timings_per_token,
+    )
+    return settings | {
+        **_OFF_IN_ANSWERS,
+        "grammar": request.sampling.grammar,
+        "grammar_lazy": bool(request.sampling.grammar_triggers),
+        "grammar_triggers": list(request.sampling.grammar_triggers),
         "stop": list(request.stop),
-        "stream": stream,
-        "n_probs": request.n_probs,
         "logit_bias": [
             {"token": token, "bias": bias if math.isfinite(bias) else None}
             for token, bias in biases
         ],
-        "timings_per_token": timings_per_token,
         "cache_mode": request.mode.value,
     }
 

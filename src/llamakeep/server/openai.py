@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, requests_of, sampling_soon
+from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_soon
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -70,7 +70,8 @@ async def _answer(
     )
     told = None if plan is None or plan.is_plain else plan
     if body.stream:
-        return await stream(context.engine, requests, request.receive, encoder, options, told)
+        waits = options_for(body, options)
+        return await stream(context.engine, requests, request.receive, encoder, waits, told)
     answers = await collect(context.engine, requests, request.receive, plan=told)
     size = sum(answer.size for answer in answers)
     depth = _DEPTH if size > options.inline_chars else 0
@@ -185,7 +186,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
 def models(context: Context) -> APIRouter:
     """Return `/v1/models`: there is one."""
     router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
-    engine, vocab = context.engine, context.vocab
+    engine, vocab, options = context.engine, context.vocab, context.options
     started = int(time.time())
 
     def meta() -> dict[str, Any]:
@@ -193,6 +194,28 @@ def models(context: Context) -> APIRouter:
             "n_vocab": vocab.n_vocab,
             "n_ctx": engine.n_ctx,
             "architecture": vocab.metadata.get("general.architecture", ""),
+            **engine.model_facts,
+        }
+
+    def for_ollama() -> dict[str, Any]:
+        """Return the model as clients of Ollama look for it; llama-server has it so, too."""
+        name = engine.model_name
+        unknown = dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), "")
+        details = {
+            "parent_model": "",
+            "format": "gguf",
+            "family": "",
+            "families": [""],
+            "parameter_size": "",
+            "quantization_level": "",
+        }
+        return unknown | {
+            "name": name,
+            "model": name,
+            "type": "model",
+            "tags": [""],
+            "capabilities": ["completion"],
+            "details": details,
         }
 
     async def list_models() -> Response:
@@ -202,11 +225,11 @@ def models(context: Context) -> APIRouter:
             "object": "model",
             "created": started,
             "owned_by": "llamakeep",
-            "aliases": [engine.model_name],
-            "tags": [],
+            "aliases": list(options.aliases) or [engine.model_name],
+            "tags": list(options.tags),
             "meta": meta(),
         }
-        return answer_json({"object": "list", "data": [model]})
+        return answer_json({"models": [for_ollama()], "object": "list", "data": [model]})
 
     for path in ("/v1/models", "/models"):
         router.add_api_route(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ NO_LIMIT = -1
 _MOST = (1 << 31) - 1
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/,]+", re.IGNORECASE)
-_WORDS = {"true": True, "on": True, "yes": True, "1": True}
-_WORDS |= {"false": False, "off": False, "no": False, "0": False}
+_WORDS = dict.fromkeys(("true", "on", "yes", "1", "enabled"), True)
+_WORDS |= dict.fromkeys(("false", "off", "no", "0", "disabled"), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,13 @@ def real(least: float, most: float = math.inf, metavar: str = "X") -> Kind:
 
 
 def choice(*names: str) -> Kind:
-    """Return the kind of one of some words."""
+    """Return the kind of one of some words; where `on` is one, other words for it are, too."""
 
     def read(value: Any) -> str:
-        word = ("on" if value else "off") if isinstance(value, bool) else value
+        said = value if isinstance(value, bool) else None
+        if said is None and "on" in names:
+            said = _WORDS.get(str(value).strip().lower())
+        word = value if said is None else ("on" if said else "off")
         if word not in names:
             near = difflib.get_close_matches(str(word), names, 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -149,6 +153,18 @@ def read_layers(value: Any) -> int:
     return -1 if value in ("auto", "all") else int(whole(-1).read(value))
 
 
+def read_values(value: Any) -> Mapping[str, Any]:
+    """Read an object with values: JSON, or a table of a TOML file."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise InvalidValue('must be a JSON object, like {"enable_thinking": false}')
+    return value
+
+
 def read_unified(value: Any) -> bool:
     """Read a switch that cannot be off."""
     if not _read_switch(value):
@@ -160,7 +176,9 @@ def read_unified(value: Any) -> bool:
 
 
 def read_origin(value: Any) -> str:
-    """Read an origin as browsers name it, or `*`."""
+    """Read an origin as browsers name it, `*`, or `localhost`."""
+    if value == "localhost":
+        return "localhost"
     if not _ORIGIN.fullmatch(read_text(value)):
         raise InvalidValue(f"must be an origin like https://example.org, or *, not {value!r}")
     return str(value)
@@ -183,6 +201,17 @@ def read_name(value: Any) -> str:
     if not read_text(value).strip():
         raise InvalidValue("must not be empty")
     return str(value).strip()
+
+
+def read_hosts(value: Any) -> tuple[str, ...]:
+    """Read addresses to listen on: at least one, and none of a UNIX socket."""
+    hosts = tuple(read_name(each) for each in many(read_name, "HOST").read(value))
+    if not hosts:
+        raise InvalidValue("must not be empty")
+    for host in hosts:
+        if host.endswith(".sock"):
+            raise InvalidValue(f"must be an address or a name: {host!r} would be a UNIX socket")
+    return hosts
 
 
 def read_file(value: Any) -> Path:

@@ -20,8 +20,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -34,7 +41,7 @@ from llamakeep.errors import InvalidValue
 from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
 from llamakeep.server import anthropic_errors
-from llamakeep.server.context import ServerOptions
+from llamakeep.server.context import NEVER_S, ServerOptions
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
 from llamakeep.server.recording import Recorder
@@ -91,8 +98,22 @@ class _Told(Exception):
     """The server was told to end while the model was being loaded."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Return a socket for each address. See `bind`: where one cannot be had, none is."""
+    with ExitStack() as undo:
+        several = len(hosts) > 1
+        bound = [undo.enter_context(bind(each, port, only_v6=several)) for each in hosts]
+        undo.pop_all()
+    return bound
+
+
+def bind(host: str, port: int, *, only_v6: bool = False) -> socket.socket:
     """Return a socket that listens; the clients that come are kept waiting.
+
+    Args:
+        host: A name or an address of this machine.
+        port: 0 for any that is free.
+        only_v6: An address of IPv6 does not stand for those of IPv4, too.
 
     Raises:
         InvalidValue: For a port that is taken or not allowed, or a host that is none of this
@@ -108,6 +129,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere this lets two programs have one port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if only_v6 and family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads must not keep us
@@ -202,15 +225,22 @@ def options_of(settings: ServerSettings) -> ServerOptions:
     usual = Sampling()
     return ServerOptions(
         model_path=str(settings.model),
+        aliases=settings.aliases,
+        adapters=tuple((str(path), scale) for path, scale in settings.adapters),
+        tags=tuple(sorted(set(settings.tags))),
         sampling=replace(usual, **settings.sampling),
         openai_sampling=replace(openai_defaults(usual), **settings.sampling),
-        build=f"llamakeep-{version('llamakeep')}",
+        build=f"b0-llamakeep-{version('llamakeep')}",
+        cache_prompt=settings.cache_prompt,
+        template_values=settings.chat_template_kwargs,
+        prefill=settings.prefill_assistant,
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,
         max_body_bytes=settings.max_body_bytes,
         slot_save_path=settings.slot_save_path,
         slots=settings.slots,
+        ping_s=NEVER_S if settings.ping_s is None else settings.ping_s,
         stall_s=settings.timeout_s,
         explain_texts=settings.explain_texts,
     )
@@ -248,11 +278,12 @@ def serve(
         ModelError: For a model that is missing, and what `load` raises.
     """
     settings.check_files()
-    sock = bind(settings.host, settings.port)
+    socks = bind_all(settings.host, settings.port)
     try:
-        return asyncio.run(_Run(settings, sock, load, on_progress, on_ready).run())
+        return asyncio.run(_Run(settings, socks, load, on_progress, on_ready).run())
     finally:
-        sock.close()
+        for sock in socks:
+            sock.close()
 
 
 async def _unavailable(message: str, path: str, send: Send) -> None:
@@ -326,14 +357,14 @@ class _Run:
     def __init__(
         self,
         settings: ServerSettings,
-        sock: socket.socket,
+        socks: Sequence[socket.socket],
         load: Load,
         on_progress: OnProgress,
         on_ready: Callable[[Service, str], None],
     ) -> None:
         self._settings = settings
-        self._sock = sock
-        self._url = base_url(settings.host, sock.getsockname()[1])
+        self._socks = list(socks)
+        self._url = base_url(settings.host[0], socks[0].getsockname()[1])
         self._load = load
         self._on_progress = on_progress
         self._on_ready = on_ready
@@ -358,7 +389,7 @@ class _Run:
     async def run(self) -> bool:
         """Load, serve, drain, close; return whether it was told to end."""
         with self._hearing_signals():
-            serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+            serving = asyncio.create_task(self._server.serve(sockets=self._socks))
             loading = self._start_loading()
             either: set[asyncio.Future[Any]] = {serving, loading}
             try:

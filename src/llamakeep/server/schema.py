@@ -209,6 +209,9 @@ class AnswerFields(SamplingFields):
     return_progress: bool | None = Field(
         default=None, description="Chunks that tell how far the prompt is evaluated."
     )
+    sse_ping_interval: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        default=None, description="Seconds until a silent stream has a comment; -1 for never."
+    )
     grammar: str | None = Field(
         default=None, description="In GBNF, with a rule `root`: what the answer has to match."
     )
@@ -346,8 +349,8 @@ class Tokenize(_Body):
 class Detokenize(_Body):
     """A request to `/detokenize`."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(max_length=1 << 22)] = (
-        Field(default_factory=list, description="Tokens.")
+    tokens: Annotated[Any, WithJsonSchema(_TOKENS)] = Field(
+        default_factory=list, description="Tokens."
     )
 
 

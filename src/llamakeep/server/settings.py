@@ -29,13 +29,15 @@ from llamakeep.server.options import (
     option,
     or_none,
     read_file,
+    read_hosts,
     read_keys,
     read_layers,
-    read_name,
     read_origin,
     read_ram,
     read_scaled,
+    read_text,
     read_unified,
+    read_values,
     real,
     whole,
 )
@@ -44,12 +46,31 @@ MASK = "***"
 """Stands in for a secret wherever settings are shown."""
 DEFAULT_RAM_BYTES = 8 << 30
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+# What each way to load a model does: map its file, keep it in memory.
+_LOAD_MODES = {
+    "none": (False, False),
+    "mmap": (True, False),
+    "mlock": (False, True),
+    "mmap+mlock": (True, True),
+}
 MIN_SLOT_TOKENS = 64
 """A slot with less room cannot even prove that its states can be kept."""
 
 _UNSET = -1
 _MOST_SEED = (1 << 32) - 1  # which means a random one, too
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
 _BY_CACHE = {"tree": (32, 512, "lru"), "prompt": (32, 8192, "upstream")}
 
 # -- the table -------------------------------------------------------------------------------------
@@ -68,13 +89,20 @@ class ServerSettings:
     model: Path = field(
         default=Path(), metadata=option(MODEL, "-m --model", FILE, "The model: a GGUF file.")
     )
-    alias: str | None = field(
-        default=None,
+    alias: tuple[str, ...] = field(
+        default=(),
         metadata=option(
             MODEL,
             "-a --alias",
-            or_none(TEXT, ""),
-            "What clients see as the model's name, instead of the file's.",
+            many(read_text, "NAME"),
+            "What clients see as the model's name, instead of the file's: of several the first in "
+            "the alphabet.",
+        ),
+    )
+    tags: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            MODEL, "--tags", many(read_text, "TAG"), "Words that the list of models has with it."
         ),
     )
     gpu_layers: int = field(
@@ -94,6 +122,15 @@ class ServerSettings:
         default=False,
         metadata=option(
             MODEL, "--mlock", SWITCH, "Keep the model in memory, where the system allows it."
+        ),
+    )
+    load_mode: str | None = field(
+        default=None,
+        metadata=option(
+            MODEL,
+            "-lm --load-mode",
+            or_none(choice(*_LOAD_MODES), "auto", ""),
+            "The same in one word: none, mmap, mlock or mmap+mlock.",
         ),
     )
     lora: tuple[Path, ...] = field(
@@ -120,6 +157,24 @@ class ServerSettings:
     )
     chat_template_file: Path | None = field(
         default=None, metadata=option(MODEL, "--chat-template-file", FILE, "The same, from a file.")
+    )
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=option(
+            MODEL,
+            "--chat-template-kwargs",
+            Kind(read_values, "JSON", show=lambda _: ""),
+            "Values for the template, where a request has no others.",
+        ),
+    )
+    prefill_assistant: bool = field(
+        default=True,
+        metadata=option(
+            MODEL,
+            "--prefill-assistant/--no-prefill-assistant",
+            SWITCH,
+            "Let an answer go on with the last message, if that is the assistant's.",
+        ),
     )
 
     ctx_size: int = field(
@@ -204,7 +259,7 @@ class ServerSettings:
         default=True,
         metadata=option(
             CONTEXT,
-            "-kvu --kv-unified/--no-kv-unified",
+            "-kvu/-no-kvu --kv-unified/--no-kv-unified",
             Kind(read_unified, show=lambda _: ""),
             "One buffer for all slots; always on.",
         ),
@@ -340,6 +395,15 @@ class ServerSettings:
             "Clear idle slots, which slow the others down; they are kept before.",
         ),
     )
+    cache_prompt: bool = field(
+        default=True,
+        metadata=option(
+            CACHE,
+            "--cache-prompt/--no-cache-prompt",
+            SWITCH,
+            "Reuse what is kept, where a request does not say.",
+        ),
+    )
     slot_prompt_similarity: float = field(
         default=0.1,
         metadata=option(
@@ -359,9 +423,14 @@ class ServerSettings:
         ),
     )
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata=option(NETWORK, "--host", Kind(read_name, "HOST"), "The address to listen on."),
+    host: tuple[str, ...] = field(
+        default=("127.0.0.1",),
+        metadata=option(
+            NETWORK,
+            "--host",
+            Kind(read_hosts, "HOST", show=", ".join),
+            "The address to listen on; several with commas between them.",
+        ),
     )
     port: int = field(
         default=8080,
@@ -387,9 +456,10 @@ class ServerSettings:
         default=(),
         metadata=option(
             NETWORK,
-            "--cors",
+            "--cors --cors-origins",
             many(read_origin, "ORIGIN"),
-            "Pages of this origin may ask from a browser; * for all.",
+            "Pages of this origin may ask from a browser; * for all, localhost for those of this "
+            "machine.",
         ),
     )
     metrics: bool = field(
@@ -417,7 +487,7 @@ class ServerSettings:
             ANSWERS,
             "--temp --temperature",
             or_none(real(-100, 100), ""),
-            "Of requests that do not say; so the next five. Without: 0.8, and 1 in OpenAI's API.",
+            "Of requests that do not say; so the next ten. Without: 0.8, and 1 in OpenAI's API.",
         ),
     )
     top_k: int | None = field(
@@ -434,6 +504,15 @@ class ServerSettings:
         default=None,
         metadata=option(ANSWERS, "--min-p", or_none(real(0, 1), ""), "Without: 0.05."),
     )
+    typical_p: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--typical --typical-p",
+            or_none(real(0, 1), ""),
+            "Without: 1, which is off.",
+        ),
+    )
     seed: int | None = field(
         default=None,
         metadata=option(
@@ -448,6 +527,37 @@ class ServerSettings:
         metadata=option(
             ANSWERS, "--repeat-penalty", or_none(real(0.001, 100), ""), "Without: 1, which is off."
         ),
+    )
+    repeat_last_n: int | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--repeat-last-n",
+            or_none(whole(-1), ""),
+            "Tokens that penalties look at; -1 for the whole context. Without: 64.",
+        ),
+    )
+    presence_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--presence-penalty",
+            or_none(real(-100, 100), ""),
+            "Without: 0, which is off.",
+        ),
+    )
+    frequency_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            ANSWERS,
+            "--frequency-penalty",
+            or_none(real(-100, 100), ""),
+            "Without: 0, which is off.",
+        ),
+    )
+    ignore_eos: bool = field(
+        default=False,
+        metadata=option(ANSWERS, "--ignore-eos", SWITCH, "The model may not end an answer."),
     )
     queue: int = field(
         default=256,
@@ -468,6 +578,15 @@ class ServerSettings:
             "-to --timeout",
             real(1, 1e9, "SECONDS"),
             "How long a client may take nothing of an answer that is there before it is cut off.",
+        ),
+    )
+    ping_s: float | None = field(
+        default=15.0,
+        metadata=option(
+            ANSWERS,
+            "--sse-ping-interval",
+            or_none(real(1, 1e6, "SECONDS"), -1, ""),
+            "A stream that says nothing for so long has a comment; -1 for none.",
         ),
     )
     drain_s: float = field(
@@ -501,6 +620,8 @@ class ServerSettings:
             get_policy(self.policy, "prompts" if self.cache == "prompt" else "tree")
         except InvalidValue as error:
             raise InvalidValue(f"{self.where('policy')}: {error}") from None
+        if len(self.host) > 1 and not self.port:
+            raise InvalidValue(f"{self.where('port')}: several addresses need a port that is named")
         if 0 < self.ctx_size < self.parallel * MIN_SLOT_TOKENS:
             slots = "one slot" if self.parallel == 1 else f"{self.parallel} slots"
             raise InvalidValue(
@@ -523,10 +644,29 @@ class ServerSettings:
         return (*((path, 1.0) for path in self.lora), *self.lora_scaled)
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """The model's names, the one that clients see first."""
+        return tuple(sorted(set(self.alias))) or (self.model.stem,)
+
+    @property
     def sampling(self) -> dict[str, Any]:
         """What was chosen for requests that do not say, by the names of `Sampling`."""
         chosen = {name: getattr(self, name) for name in _SAMPLING}
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {
+            name: value
+            for name, value in chosen.items()
+            if value is not None and value is not False  # 0 is a choice
+        }
+
+    @property
+    def use_mmap(self) -> bool:
+        """Whether the model's file is mapped."""
+        return self.mmap if self.load_mode is None else _LOAD_MODES[self.load_mode][0]
+
+    @property
+    def use_mlock(self) -> bool:
+        """Whether the model is kept in memory."""
+        return self.mlock if self.load_mode is None else _LOAD_MODES[self.load_mode][1]
 
     def capacity_bytes(self, available_bytes: int) -> int:
         """Return how many bytes of states may be in memory.

@@ -306,5 +306,6 @@ class Model(BaseModel):
 class Models(_Answer):
     """All models that answer: one."""
 
+    models: list[dict[str, Any]]
     object: Literal["list"]
     data: list[Model]

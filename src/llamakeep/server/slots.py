@@ -64,10 +64,11 @@ def slot_json(slot: SlotInfo) -> dict[str, Any]:
         "n_prompt_tokens": n_prompt,
         "n_prompt_tokens_processed": max(0, n_done - n_reused),
         "n_prompt_tokens_cache": n_reused,
-        "params": sampling_json(request.sampling, limit),
+        "params": sampling_json(request.sampling, limit, n_probs=request.n_probs),
         "next_token": [
             {
                 "has_next_token": slot.is_processing,
+                "has_new_line": slot.has_new_line,
                 "n_remain": -1 if limit is None else max(0, limit - slot.n_decoded),
                 "n_decoded": slot.n_decoded,
             }

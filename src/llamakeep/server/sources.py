@@ -2,7 +2,8 @@
 
 Each source over the one before::
 
-    defaults < TOML file (--config FILE, or LLAMAKEEP_CONFIG) < LLAMAKEEP_* < flags
+    defaults < TOML file (--config FILE, or LLAMAKEEP_CONFIG)
+             < LLAMA_ARG_* (llama-server's) < LLAMAKEEP_* < flags
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamakeep.errors import InvalidValue
-from llamakeep.server import accepted
+from llamakeep.server import accepted, llama_env
 from llamakeep.server.accepted import ACCEPTED
 from llamakeep.server.options import PREFIX, Option, env_of
 from llamakeep.server.settings import BY_NAME, OPTIONS, ServerSettings, beside
@@ -39,7 +40,11 @@ _BY_LETTER = {
 _ACCEPTED_KEYS = {each.key: each for each in ACCEPTED}
 _CLOSE = 0.6
 """How much a name must have of another one to be taken for a slip of it."""
-_ALTERNATIVES = (("chat_template", "chat_template_file"),)
+_ALTERNATIVES = (
+    ("chat_template", "chat_template_file"),
+    ("load_mode", "mmap"),
+    ("load_mode", "mlock"),
+)
 
 
 def resolve(
@@ -70,9 +75,11 @@ def resolve(
         name = "--config" if config is not None else CONFIG_ENV
         for option_, where, value in _of_file(Path(path).expanduser(), name, notices):
             given[option_.name] = (0, where, value)
+    for option_name, (variable, text) in llama_env.read(env).items():
+        given[option_name] = (1, variable, _read(BY_NAME[option_name], variable, text))
     for each in OPTIONS:
         if env.get(each.env):
-            given[each.name] = (1, each.env, _read(each, each.env, env[each.env]))
+            given[each.name] = (2, each.env, _read(each, each.env, env[each.env]))
     notices += _of_environment(env)
     for name, value in (flags or {}).items():
         if value in (None, []):
@@ -83,7 +90,7 @@ def resolve(
             flag = BY_NAME[name].flag
             if value is False:
                 flag = f"--no-{BY_NAME[name].key}"
-            given[name] = (2, flag, _read(BY_NAME[name], flag, value))
+            given[name] = (3, flag, _read(BY_NAME[name], flag, value))
     for names in _ALTERNATIVES:
         _keep_one(given, names)
     if not given.get("model", (0, "", None))[2]:
@@ -108,6 +115,7 @@ def _of_environment(env: Mapping[str, str]) -> list[str]:
             near = names.get(name) or (env_of(nearest) if nearest else "")
             hint = f"; did you mean {near}?" if near else ""
             notices.append(f"{name} is not known, and ignored{hint}")
+    notices += [f"{name} is not known here, and ignored" for name in llama_env.unknown(env)]
     return notices
 
 

@@ -43,19 +43,22 @@ def answer_json(value: Any, status_code: int = 200, *, depth: int = 0) -> Respon
 
 
 def timings_json(timings: Timings) -> dict[str, Any]:
-    """Return what an answer cost, by llama-server's names."""
+    """Return what an answer cost, by llama-server's names.
+
+    Its first token costs no step of its own: rates are over the steps after it.
+    """
     prompt_n, prompt_ms = timings.prompt_n, timings.prompt_ms
-    predicted_n, predicted_ms = timings.predicted_n, timings.predicted_ms
+    n_steps, predicted_ms = timings.n_steps, timings.predicted_ms
     return {
         "cache_n": timings.cache_n,
         "prompt_n": prompt_n,
         "prompt_ms": prompt_ms,
         "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
         "prompt_per_second": _ratio(prompt_n * 1e3, prompt_ms),
-        "predicted_n": predicted_n,
+        "predicted_n": timings.predicted_n,
         "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": _ratio(predicted_ms, predicted_n),
-        "predicted_per_second": _ratio(predicted_n * 1e3, predicted_ms),
+        "predicted_per_token_ms": _ratio(predicted_ms, n_steps),
+        "predicted_per_second": _ratio(n_steps * 1e3, predicted_ms),
     }
 
 

@@ -171,8 +171,14 @@ class TreeStore(Store, Protocol):
         """Drop a blob everywhere, below soon."""
         ...  # pragma: no cover - protocol
 
-    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
-        """Drop what tiers of our own have of some namespaces. Waits for what is being written."""
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> Callable[[], None]:
+        """Drop what tiers of our own have of some namespaces: soon, and in its turn.
+
+        What is put afterwards is kept.
+
+        Returns:
+            What waits until it is done; for any thread.
+        """
         ...  # pragma: no cover - protocol
 
     def flush(self, timeout: float | None = None) -> bool:

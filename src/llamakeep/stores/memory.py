@@ -213,8 +213,9 @@ class MemoryStore(Generic[B]):
         """Drop a blob."""
         self.delete(name)
 
-    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> Callable[[], None]:
         """Do nothing: there are no tiers."""
+        return lambda: None
 
     def admit(self, name: bytes, data: B, place: Place | None = None, origin: str = "") -> bool:
         """Keep a blob if there is room."""

@@ -36,6 +36,8 @@ QUEUE_BYTES = 256 << 20
 """Default limit on the bytes that the queues hold and memory does not."""
 _WORTH_A_THREAD = 1 << 20
 _END: Any = object()
+_LOOK_S = 1.0
+"""How often who waits for a tier looks whether the store was closed."""
 _MAX_JOBS = 4_096
 """Paths that wait to be told to a tier; of more than these, uses are not told."""
 _MAX_REPLACED = 4_096
@@ -608,10 +610,10 @@ class TieredStore:
         for tier in self.below:
             tier.clear()
 
-    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+    def forget_namespaces(self, namespaces: Sequence[bytes]) -> Callable[[], None]:
         """Drop what tiers of our own have of some namespaces; what is on its way there, too.
 
-        Waits for what is being written.
+        It takes its turn behind what is being written. See `TreeStore.forget_namespaces`.
         """
         with self._lock:
             mine = [
@@ -622,9 +624,14 @@ class TieredStore:
         for name in mine:
             self._drop(name)
         for tier, behind in self._behind.items():
-            behind.flush()
-            for namespace in namespaces:
-                tier.forget_namespace(namespace)
+            behind.submit(_forgetting(tier, tuple(namespaces)))
+
+        def wait() -> None:
+            for behind in self._behind.values():
+                while not behind.flush(_LOOK_S):  # until it is done, or its thread has ended
+                    pass
+
+        return wait
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, bytes):
@@ -691,6 +698,14 @@ def _superseding(tier: Tier, replaced: Sequence[bytes], new: bytes) -> Callable[
     def run() -> None:
         for old in replaced:
             tier.supersede(old, new)
+
+    return run
+
+
+def _forgetting(tier: Tier, namespaces: Sequence[bytes]) -> Callable[[], None]:
+    def run() -> None:
+        for namespace in namespaces:
+            tier.forget_namespace(namespace)
 
     return run
 
