@@ -128,6 +128,8 @@ def _example(option: Option) -> str:
         "kv_unified": "true",
         "cache": "off",
         "flash_attn": "off",
+        "reasoning": "off",
+        "reasoning_format": "none",
         "host": "0.0.0.0",
         "ctx_size": "4096",
         "top_p": "0.5",

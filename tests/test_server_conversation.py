@@ -87,6 +87,51 @@ def test_values_of_the_server_are_those_that_a_request_does_not_have() -> None:
     assert text(reasoning_effort="high", chat_template_kwargs=said) == "hi2most"
 
 
+OPENS = "{{ messages[0].content }}<think>{% if enable_thinking is false %}!{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("thinks", "kwargs", "end"),
+    [
+        (None, {}, "<think>"),
+        (True, {}, "<think>"),
+        (False, {}, "<think>!"),
+        (False, {"enable_thinking": True}, "<think>"),
+        (None, {"enable_thinking": False}, "<think>!"),
+    ],
+)
+def test_a_server_says_whether_models_think(
+    thinks: bool | None, kwargs: dict[str, Any], end: str
+) -> None:
+    conversations = Conversations(ChatTemplate(OPENS), FakeVocab(300), thinks=thinks)
+    body = TemplateFields(messages=[ASKED], chat_template_kwargs=kwargs)
+    assert conversations.text(chat_of(body)) == "hi" + end
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+def test_thoughts_that_a_template_opens_anyway_are_closed(thinks: bool | None) -> None:
+    source = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
+    conversations = Conversations(ChatTemplate(source), FakeVocab(300), thinks=thinks)
+    text = conversations.text(chat_of(TemplateFields(messages=[ASKED])))
+    assert text == "hi<think>\n" + ("</think>" if thinks is False else "")
+
+
+@pytest.mark.parametrize(
+    ("server", "asked", "apart"),
+    [
+        (True, None, True),
+        (False, None, False),
+        (False, "deepseek", True),
+        (False, "auto", True),
+        (True, "none", False),
+    ],
+)
+def test_a_server_says_where_thoughts_go(server: bool, asked: Any, apart: bool) -> None:
+    conversations = Conversations(ChatTemplate(OPENS), FakeVocab(300), thoughts_apart=server)
+    body = TemplateFields(messages=[ASKED], reasoning_format=asked)
+    assert (conversations.plan(chat_of(body)).thoughts is not None) is apart
+
+
 def test_what_the_template_makes_of_thoughts_stays() -> None:
     assert text_of("<think>so</think>It", THINKS) == "[user]hi[end][assistant]<think>so</think>It"
     assert text_of("It", THINKS) == "[user]hi[end][assistant]<think></think>It"

@@ -66,6 +66,8 @@ def create_app(
         engine.n_ctx,
         values=options.template_values,
         prefill=options.prefill,
+        thinks=options.thinks,
+        thoughts_apart=options.thoughts_apart,
     )
     started = str(int(time.time()))
     app = FastAPI(title="llamakeep", version=version, description=_ABOUT)

@@ -32,6 +32,8 @@ class ServerOptions:
         cache_prompt: Reuse what is kept, where a request does not say.
         template_values: Values for the chat template, where a request has no others.
         prefill: An answer goes on with a last message of the assistant.
+        thinks: Models are to think before they answer, or not to; None for what templates do.
+        thoughts_apart: What they think is told apart from the answer.
         n_predict: Tokens to generate where a request does not say; None for no limit.
         api_keys: A request must have one of them; none for no check.
         cors: Origins of pages that may ask; `*` for all.
@@ -57,6 +59,8 @@ class ServerOptions:
     cache_prompt: bool = True
     template_values: Mapping[str, Any] = field(default_factory=dict)
     prefill: bool = True
+    thinks: bool | None = None
+    thoughts_apart: bool = True
     n_predict: int | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()

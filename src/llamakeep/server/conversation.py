@@ -52,6 +52,10 @@ class Rendered(Protocol):
         ...  # pragma: no cover - protocol
 
 
+_THINKS = "enable_thinking"
+"""What templates call it."""
+
+
 class Conversations:
     """Makes prompts of conversations. Any thread may use it.
 
@@ -63,6 +67,9 @@ class Conversations:
         values: For the template, where a request has no others.
         prefill: An answer goes on with a last message of the assistant, where a request does not
             say.
+        thinks: The model is to think before it answers, or not to, where a request does not say;
+            None for what its template does then.
+        thoughts_apart: See `Chat`.
     """
 
     def __init__(
@@ -73,8 +80,13 @@ class Conversations:
         *,
         values: Mapping[str, Any] | None = None,
         prefill: bool = True,
+        thinks: bool | None = None,
+        thoughts_apart: bool = True,
     ) -> None:
         self._values = dict(values or {})
+        if thinks is not None:
+            self._values.setdefault(_THINKS, thinks)
+        self._apart = thoughts_apart
         self._prefill = prefill
         self._n_ctx = n_ctx
         self._template = template
@@ -113,7 +125,8 @@ class Conversations:
         marked = self._thoughts
         if marked is not None and is_closed(text, marked):
             marked = None
-        thoughts = marked if chat.thoughts_apart else None
+        is_apart = self._apart if chat.thoughts_apart is None else chat.thoughts_apart
+        thoughts = marked if is_apart else None
         # Told of tools in plain words, a model that may call none still answers in that form.
         form = self._form if tools or (chat.tools and self._form.generic) else None
         if form is not None and form.generic and chat.said is not None:
@@ -211,11 +224,18 @@ class Conversations:
             text = self._template.render(
                 messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
             )
-            return text, (), ""
+            return self._settled(text, chat), (), ""
         rendered = self._template.render_chat(
             messages, add_generation_prompt=begins, tools=tools, extra=chat.extra
         )
-        return rendered.text, rendered.starts, ""
+        return self._settled(rendered.text, chat), rendered.starts, ""
+
+    def _settled(self, text: str, chat: Chat) -> str:
+        """Return a prompt whose thoughts are closed, if there are to be none and it opens some."""
+        marks = self._thoughts
+        if chat.extra.get(_THINKS) is False and marks is not None and is_open(text, marks):
+            return text + marks.close
+        return text
 
     def _told(self, chat: Chat) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]] | None]:
         """Return messages as the template can have them, and the tools that it can tell of.

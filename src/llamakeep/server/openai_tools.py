@@ -37,7 +37,7 @@ def chat_of(body: TemplateFields, *, said: Any = None, said_where: str = "") -> 
         parallel=body.parallel_tool_calls is not False,
         said=said,
         said_where=said_where,
-        thoughts_apart=body.reasoning_format != "none",
+        thoughts_apart=None if body.reasoning_format is None else body.reasoning_format != "none",
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         extra=extra,

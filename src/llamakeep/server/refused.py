@@ -20,7 +20,7 @@ _ROPE = "positions are scaled as the model's file says"
 _IN_REQUESTS = "send it with the requests that want it"
 _LOG = "a log goes to standard error, as JSON where that is no terminal; 2>FILE writes it to a file"
 _SHIFT = "a context is never shifted: an answer ends where the context does"
-_THOUGHTS = "a template is told so: --chat-template-kwargs '{\"enable_thinking\": false}'"
+_THOUGHTS = "thoughts are as long as the model makes them; --reasoning off has none"
 
 _FLAGS: dict[str, str] = {
     _SHIFT: "--context-shift --keep",
@@ -58,8 +58,8 @@ _FLAGS: dict[str, str] = {
     _IN_REQUESTS: "--logit-bias -l --grammar --grammar-file --json-schema -j --json-schema-file "
     "-jf --reverse-prompt -r",
     _LOG: "--log-file --log-prompts-dir --log-jsonl",
-    _THOUGHTS: "--reasoning -rea --reasoning-format --reasoning-budget --reasoning-budget-message "
-    "--reasoning-preserve --no-reasoning-preserve",
+    _THOUGHTS: "--reasoning-budget --reasoning-budget-message --reasoning-preserve "
+    "--no-reasoning-preserve",
     "special tokens of an answer are never part of its text": "--special -sp",
     "requests always share batches": "--no-cont-batching -nocb",
     "chat templates are always read as Jinja": "--no-jinja",

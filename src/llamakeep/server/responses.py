@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_of
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -78,7 +78,8 @@ async def _answer(
     )
     receive = request.receive
     if body.stream:
-        return await stream(engine, requests, receive, encoder, options, plan)
+        waits = options_for(body, options)
+        return await stream(engine, requests, receive, encoder, waits, plan)
     [answer] = await collect(engine, requests, receive, plan=plan, hear=encoder.hear)
     depth = _DEPTH if answer.size > options.inline_chars else 0
     content = await soon(options, answer.size, lambda: encoder.whole(answer, depth=depth))

@@ -234,6 +234,8 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         cache_prompt=settings.cache_prompt,
         template_values=settings.chat_template_kwargs,
         prefill=settings.prefill_assistant,
+        thinks={"on": True, "off": False}.get(settings.reasoning),
+        thoughts_apart=settings.reasoning_format != "none",
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,

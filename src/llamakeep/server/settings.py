@@ -167,6 +167,26 @@ class ServerSettings:
             "Values for the template, where a request has no others.",
         ),
     )
+    reasoning: str = field(
+        default="auto",
+        metadata=option(
+            MODEL,
+            "-rea --reasoning",
+            choice("on", "off", "auto"),
+            "Let the model think before it answers, where a request does not say; auto: as its "
+            "template does.",
+        ),
+    )
+    reasoning_format: str = field(
+        default="auto",
+        metadata=option(
+            MODEL,
+            "--reasoning-format",
+            choice("none", "auto", "deepseek"),
+            "Where thoughts go: auto and deepseek: into reasoning_content; none: they stay in the "
+            "content.",
+        ),
+    )
     prefill_assistant: bool = field(
         default=True,
         metadata=option(

@@ -58,7 +58,8 @@ class Chat:
         said: A JSON schema of what it says where it calls nothing, after its thoughts; None for
             anything.
         said_where: What messages call that schema: the path to it in what the client sends.
-        thoughts_apart: What it thinks is told apart; else it is content, with its marks.
+        thoughts_apart: What it thinks is told apart; else it is content, with its marks. None for
+            what the server was told.
         add_generation_prompt: End the prompt where the answer begins; None for yes.
         continue_final_message: The answer goes on with the last message; None if it is the
             assistant's.
@@ -73,7 +74,7 @@ class Chat:
     parallel: bool = True
     said: Any = None
     said_where: str = "format"
-    thoughts_apart: bool = True
+    thoughts_apart: bool | None = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
