@@ -167,25 +167,31 @@ class Scheduler:
         return False
 
     def _begin(self, slot: SlotState, job: Job) -> None:
-        """Bring a slot to what is known of a job's prompt."""
+        """Bring a slot to what is known of a job's prompt.
+
+        If that fails before the slot is touched, it holds what it held.
+        """
         job.start_clock(self._clock())
+        touched: SlotState | None = None
         try:
             if job.sampler is None:
                 job.sampler = self._runtime.sampler(job.request.sampling)
                 job.sampler.accept(job.request.prompt)
-            slot.job, slot.n_began = job, next(self._begun)
             self.cells.begins(slot)
             self.cells.make_room(job.n_known - self._held(slot), slot)
+            slot.job, slot.n_began = job, next(self._begun)
+            touched = slot
             reuse = self._keeping.begin(slot.slot_id, job.known, job.request)
             job.begin(slot.slot_id, reuse, self._clock())
             job.progressed(reuse.reused_tokens, self._clock())
         except LlamakeepError as error:
-            self._fail(slot, job, error)
+            self._fail(touched, job, error)
         except Exception as error:
             logger.exception("request %d could not begin", job.id)
-            self._keeping.clear(slot.slot_id)
+            if touched is not None:
+                self._keeping.clear(slot.slot_id)
             why = str(error) or type(error).__name__
-            self._fail(slot, job, LlamakeepError(f"the request could not begin: {why}"))
+            self._fail(touched, job, LlamakeepError(f"the request could not begin: {why}"))
 
     # -- one batch ---------------------------------------------------------------------------------
 
