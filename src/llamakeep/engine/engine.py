@@ -21,7 +21,6 @@ import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any, TypeVar
 
 from llamakeep.engine.job import Job
 from llamakeep.engine.keeping import Keeping
-from llamakeep.engine.observer import Observers
+from llamakeep.engine.observer import Observers, Untold
 from llamakeep.engine.records import Record, Records
 from llamakeep.engine.request import Failed, Finished, Listener, Request
 from llamakeep.engine.scheduler import Scheduler
@@ -58,6 +57,8 @@ T = TypeVar("T")
 
 _AFTERWARDS_S = 0.002
 """Observers hear of an end after whoever waits for it, and when there is nothing else to do."""
+_SETTLE_S = 1.0
+"""How long to wait for another thread that tells observers: one of them may wait for this one."""
 
 
 class Ticket:
@@ -164,8 +165,7 @@ class Engine:
         self._closing = False
         self._deadline = self._flush_s = 0.0
         self._unsaved = False
-        self._untold: deque[Record] = deque()
-        self._telling = threading.Lock()
+        self._untold = Untold(self.observers)
         self._thread = threading.Thread(target=self._run, name="llamakeep-engine", daemon=True)
         self._thread.start()
 
@@ -429,10 +429,12 @@ class Engine:
         return self._keeping.flush(timeout_s)
 
     def settle(self) -> None:
-        """Let observers hear of all that has ended: usually they do some milliseconds later."""
-        with self._telling:
-            while self._untold:
-                self.observers.ended(self._untold.popleft())
+        """Let observers hear of all that has ended: usually they do some milliseconds later.
+
+        Waits for a thread that is telling them, for a second at most; the engine's own does not. An
+        observer that calls this while it hears of an end returns at once.
+        """
+        self._untold.tell(0.0 if threading.current_thread() is self._thread else _SETTLE_S)
 
     def check(self) -> None:
         """Prove that what is counted is what is kept.
@@ -518,7 +520,7 @@ class Engine:
         record = job.record(last)
         self._records.add(record)
         self.history.add(job.served(self._keeping.namespace_of(job.request.salt)))
-        self._untold.append(record)
+        self._untold.add(record)
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""
@@ -536,7 +538,7 @@ class Engine:
                 scheduler.cells.guarded("order", order)
         scheduler.fail_waiting(error)
         scheduler.fail_running(error)
-        self.settle()
+        self._untold.tell(_SETTLE_S)
         scheduler.cells.guarded("close", lambda: self._keeping.close(self._flush_s))
         scheduler.cells.guarded("close", self._runtime.close)
         self.observers.closed()
