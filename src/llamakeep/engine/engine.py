@@ -517,7 +517,7 @@ class Engine:
     def _ended(self, job: Job, last: Finished | Failed) -> None:
         with self._gate:
             self._n_open -= 1
-        record = job.record(last)
+        record = job.record(last, self._clock())
         self._records.add(record)
         self.history.add(job.served(self._keeping.namespace_of(job.request.salt)))
         self._untold.add(record)

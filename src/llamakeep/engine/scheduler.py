@@ -37,12 +37,13 @@ class _Piece:
 
     slot: SlotState
     job: Job
+    start: int
     tokens: IntArray
     is_last: bool
 
     @classmethod
     def of(cls, slot: SlotState, job: Job, start: int, end: int) -> _Piece:
-        return cls(slot, job, job.known[start:end], end == job.n_known)
+        return cls(slot, job, start, job.known[start:end], end == job.n_known)
 
     @property
     def part(self) -> Part:
@@ -115,7 +116,7 @@ class Scheduler:
         """End what nobody wants any more."""
         for job in [job for job in self.waiting if job.cancelled]:
             self.waiting.remove(job)
-            self._end(job, job.finish(Stop.CANCELLED, 0))
+            self._end(job, job.finish(Stop.CANCELLED, 0, self._clock()))
         for slot in self.slots:
             if slot.job is not None and slot.job.cancelled:
                 self._finish(slot, slot.job, Stop.CANCELLED)
@@ -231,6 +232,7 @@ class Scheduler:
             self._pace.ran(sum(piece.tokens.size for piece in pieces), (now - begin) * 1e3)
         for piece, choice in zip(pieces, chosen, strict=True):
             slot, job = piece.slot, piece.job
+            job.evaluated(piece.start, piece.start + int(piece.tokens.size))
             is_there = self._keeping.evaluated(slot.slot_id, piece.tokens)
             if isinstance(choice, LlamakeepError):
                 self._fail(slot, job, choice)
@@ -384,7 +386,7 @@ class Scheduler:
         slot.job, slot.last_used = None, self._clock()
         n_held = self._held(slot)
         self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
-        self._end(job, job.finish(stop, n_held, truncated=truncated))
+        self._end(job, job.finish(stop, n_held, self._clock(), truncated=truncated))
 
     def _held(self, slot: SlotState) -> int:
         """Return how many tokens a slot holds."""
