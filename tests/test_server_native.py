@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -853,17 +854,47 @@ def test_a_tenants_slot_is_restored_for_that_tenant_only(tmp_path: Path) -> None
     mine = {"prompt": "F" * 100, "n_predict": 4, "cache_salt": "me", "id_slot": 0}
     with served(slot_save_path=tmp_path) as server:
         server.answer("/completion", **mine)
-        saved = server.answer("/slots/0?action=save", filename="mine")
-        server.answer("/slots/0?action=erase")
+        for salt in ({}, {"cache_salt": ""}, {"cache_salt": "you"}):
+            for action in ("save", "erase"):
+                error = server.error(f"/slots/0?action={action}", 400, filename="mine", **salt)
+                assert "cache_salt" in error["message"]
+        assert list(tmp_path.iterdir()) == []
+        saved = server.answer("/slots/0?action=save", filename="mine", cache_salt="me")
+        server.answer("/slots/0?action=erase", cache_salt="me")
         server.client.delete("/cache")
         for salt in ({}, {"cache_salt": ""}, {"cache_salt": "you"}):
             error = server.error("/slots/0?action=restore", 400, filename="mine", **salt)
-            assert "another tenant" in error["message"]
+            assert "No such file" in error["message"]
         restored = server.answer("/slots/0?action=restore", filename="mine", cache_salt="me")
         assert restored["n_restored"] == saved["n_saved"]
         others = server.answer("/completion", **(mine | {"cache_salt": "you", "id_slot": 1}))
         assert others["timings"]["cache_n"] == 0
         assert server.answer("/completion", **mine)["timings"]["cache_n"] >= 88
+
+
+def test_names_of_files_are_each_tenants_own(tmp_path: Path) -> None:
+    texts = {"me": "F" * 100, "you": "G" * 90, "": "H" * 80}
+    with served(slot_save_path=tmp_path) as server:
+        for salt, text in texts.items():
+            asked = {"prompt": text, "n_predict": 1, "cache_salt": salt, "id_slot": 0}
+            server.answer("/completion", **asked)
+            server.answer("/slots/0?action=save", filename="talk", cache_salt=salt)
+        assert (tmp_path / "talk").is_file()  # where llama-server has it, without a salt
+        assert len(list(tmp_path.rglob("talk"))) == 3
+        assert not any("me" in name or "you" in name for name in os.listdir(tmp_path))
+        for salt, text in texts.items():
+            restored = server.answer("/slots/0?action=restore", filename="talk", cache_salt=salt)
+            assert restored["n_restored"] == len(text) + 1
+            server.answer("/slots/0?action=erase", cache_salt=salt)
+
+
+def test_what_slots_do_is_shown_without_what_they_read(tmp_path: Path) -> None:
+    with served(slot_save_path=tmp_path) as server:
+        asked = {"prompt": "a secret of mine" * 9, "n_predict": 400, "cache_salt": "me"}
+        with server.streaming("/completion", asked | {"logit_bias": ONLY_A}):
+            shown = server.client.get("/slots").text
+        assert "is_processing" in shown
+        assert not any(word in shown for word in ("secret", "AAA", '"me"'))
 
 
 def test_a_slot_that_cannot_be_restored_says_so(tmp_path: Path) -> None:

@@ -327,16 +327,21 @@ class Engine:
 
     # -- slots and what is kept --------------------------------------------------------------------
 
-    def slot_save(self, slot_id: int, path: Path) -> SlotFile:
+    def slot_save(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
         """Write what an idle slot holds to a file of its own, which replaces one that is there.
 
+        Args:
+            slot_id: The slot.
+            path: The file.
+            salt: Whose slot it must be, as `Request.salt`.
+
         Raises:
-            InvalidValue: For a slot that does not exist, is busy, or is empty.
+            InvalidValue: For a slot that does not exist, is busy, is empty, or is another tenant's.
             StoreError: When the file cannot be written; one that was there is unchanged.
         """
 
         def look() -> tuple[SlotContent, bytes]:
-            self._idle(slot_id)
+            self._idle(slot_id, salt)
             if not self._keeping.tokens(slot_id).size:
                 raise InvalidValue(
                     f"slot {slot_id} is empty: there is nothing to save (idle slots are emptied "
@@ -380,27 +385,37 @@ class Engine:
         self.call(restore)
         return found
 
-    def slot_erase(self, slot_id: int) -> int:
+    def slot_erase(self, slot_id: int, *, salt: str = "") -> int:
         """Empty an idle slot; return how many tokens it held. What is kept of it stays kept.
 
+        Args:
+            slot_id: The slot.
+            salt: Whose slot it must be, as `Request.salt`.
+
         Raises:
-            InvalidValue: For a slot that does not exist or is busy.
+            InvalidValue: For a slot that does not exist, is busy, or is another tenant's.
         """
 
         def erase() -> int:
-            self._idle(slot_id)
+            self._idle(slot_id, salt)
             n_tokens = int(self._keeping.tokens(slot_id).size)
             self._keeping.clear(slot_id)
             return n_tokens
 
         return self.call(erase)
 
-    def _idle(self, slot_id: int) -> None:
-        """Check that a slot is there and idle."""
+    def _idle(self, slot_id: int, salt: str | None = None) -> None:
+        """Check that a slot is there and idle; with a salt, that it holds nothing of others."""
         if not 0 <= slot_id < self.n_slots:
             raise InvalidValue(f"slot {slot_id} is outside 0 to {self.n_slots - 1}")
         if self._scheduler.slots[slot_id].job is not None:
             raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
+        if salt is None or not self._keeping.tokens(slot_id).size:
+            return
+        if self._keeping.namespace(slot_id) != self._keeping.namespace_of(salt):
+            raise InvalidValue(
+                f"slot {slot_id} holds nothing of requests with this salt (cache_salt)"
+            )
 
     def clear_cache(self) -> dict[str, Any]:
         """Forget everything that is kept, and what idle slots hold; return what was freed.
