@@ -263,23 +263,13 @@ def test_a_slot_can_be_asked_for(server: Served) -> None:
 
 
 def test_message_delimiters_become_starts(server: Served) -> None:
-    requests = []
-    submit = server.engine.submit
-    server.engine.submit = lambda request, heard: (
-        requests.append(request)
-        or submit(  # type: ignore[method-assign]
-            request, heard
-        )
-    )
-    try:
+    with server.asked() as requests:
         server.answer(
             "/completion",
             prompt="U: one A: two U: three",
             n_predict=1,
             message_delimiters=["U:", {"role": "assistant", "delimiter": "A:"}],
         )
-    finally:
-        server.engine.submit = submit  # type: ignore[method-assign]
     assert requests[0].user_starts == (1, 15)
 
 
@@ -628,10 +618,20 @@ def test_a_client_that_stops_reading_is_cut_off(options: dict[str, float]) -> No
 
 def test_too_many_requests_are_told_when_to_come_again(roomy: Served) -> None:
     with roomy.streaming("/completion", LONG):
-        refused = roomy.post("/completion", LONG | {"n": 5, "stream": False})
-        assert roomy.error_of(refused, 503)["type"] == "unavailable_error"
+        refused = roomy.post("/completion", LONG | {"n": 2, "stream": False})
+        message = roomy.error_of(refused, 503)["message"]
+        assert message == "0 requests are waiting, at most 1 may: there is no room for 2 more"
         assert int(refused.headers["retry-after"]) >= 1
-        assert roomy.record().stop == "cancelled", "the part that found room goes with the rest"
+        stats = roomy.engine.stats()
+        assert (stats["waiting"], stats["requests"]) == (0, 0), "none of them was begun"
+
+
+def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(roomy: Served) -> None:
+    for given in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
+        error = roomy.error("/completion", 400, **(LONG | {"stream": False} | given))
+        assert error["message"] == (
+            "3 answers are asked for at once, and there is room for 2: 1 in slots, 1 in the queue"
+        )
 
 
 def test_a_silent_stream_speaks_now_and_then() -> None:

@@ -21,7 +21,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -201,13 +201,41 @@ class Engine:
             QueueFull: When as many wait as may wait.
             EngineClosed: After `close` was called.
         """
+        (ticket,) = self.submit_all([(request, listener)])
+        return ticket
+
+    def submit_all(self, asked: Sequence[tuple[Request, Listener]]) -> list[Ticket]:
+        """Answer several requests, or none of them: they get their places in one step.
+
+        Args:
+            asked: Requests and who hears what becomes of each, as for `submit`. They queue in this
+                order.
+
+        Raises:
+            InvalidValue: For more than would fit if nobody else asked, too, with the numbers.
+            LlamakeepError: As `submit`, for any of them.
+        """
         try:
-            return self._submit(request, listener)
+            for request, _ in asked:
+                self._check(request)
+            return self._enqueue(
+                [
+                    Job(
+                        next(self._ids),
+                        request,
+                        listener,
+                        self.n_ctx,
+                        self._clock(),
+                        self.observers.progressed,
+                    )
+                    for request, listener in asked
+                ]
+            )
         except LlamakeepError as error:
             self.observers.refused(error)
             raise
 
-    def _submit(self, request: Request, listener: Listener) -> Ticket:
+    def _check(self, request: Request) -> None:
         n_prompt = int(request.prompt.size)
         if n_prompt + (request.max_tokens != 0) > self.n_ctx:
             raise ContextOverflow(
@@ -219,27 +247,30 @@ class Engine:
         if request.slot is not None and not 0 <= request.slot < self.n_slots:
             raise InvalidValue(f"slot {request.slot} is outside 0 to {self.n_slots - 1}")
         as_tokens(request.prompt, n_vocab=self._runtime.n_vocab)
-        job = Job(
-            next(self._ids),
-            request,
-            listener,
-            self.n_ctx,
-            self._clock(),
-            self.observers.progressed,
-        )
+
+    def _enqueue(self, jobs: Sequence[Job]) -> list[Ticket]:
+        n_new, most = len(jobs), self.n_slots + self._max_waiting
+        if n_new > most:
+            raise InvalidValue(
+                f"{n_new} answers are asked for at once, and there is room for {most}: "
+                f"{self.n_slots} in slots, {self._max_waiting} in the queue"
+            )
         with self._gate:
             if self._closing:
                 raise EngineClosed("the engine is shutting down")
-            if self._n_open >= self.n_slots + self._max_waiting:
-                n_waiting = self._n_open - self.n_slots
+            if self._n_open + n_new > most:
+                n_waiting = max(0, self._n_open - self.n_slots)
                 waiting = "1 request is" if n_waiting == 1 else f"{n_waiting} requests are"
+                limit = "as many as may wait"
+                if n_new > 1:
+                    limit = f"at most {self._max_waiting} may: there is no room for {n_new} more"
                 raise QueueFull(
-                    f"{waiting} waiting, as many as may wait",
+                    f"{waiting} waiting, {limit}",
                     retry_after_s=max(1.0, math.ceil(self._records.mean_s / self.n_slots)),
                 )
-            self._n_open += 1
-            self._inbox.put(lambda: self._scheduler.waiting.append(job))
-        return Ticket(job, self._wake)
+            self._n_open += n_new
+            self._inbox.put(lambda: self._scheduler.waiting.extend(jobs))
+        return [Ticket(job, self._wake) for job in jobs]
 
     def call(self, what: Callable[[], T]) -> T:
         """Run something in the engine's thread, between two batches, and return what it returns.
