@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamakeep.engine import Engine, Finished, Observer, Piece, Progress, Request, Stop
+from llamakeep.engine import Finished, Observer, Piece, Progress, Request, Stop
 from llamakeep.errors import (
     ContextOverflow,
     DecodeError,
