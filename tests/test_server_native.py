@@ -383,7 +383,7 @@ def test_the_tokens_of_a_text_are_biased_once_each(server: Served) -> None:
         {"token": 66, "bias": 5},
         {"token": 65, "bias": 1},
     ]
-    n_vocab = server.engine.vocab.n_vocab
+    n_vocab = server.engine.vocab.n_vocab  # less than the limit for all models
     many = [["ABCDEFGH", 1]] * (n_vocab // 8)
     server.answer("/completion", prompt="Hi", n_predict=1, logit_bias=many)
     error = server.error("/completion", 400, prompt="Hi", logit_bias=[*many, ["A", 1]])
