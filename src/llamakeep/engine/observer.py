@@ -24,7 +24,7 @@ class Observer:
     it is quick, and waits neither for an answer nor for a thread that may wait for the engine. In
     `ended` and `refused` it may call any method of the engine. In `progressed` and `saved`, which
     come in the middle of a batch, only what does not touch the context: `stats`, `recent`,
-    `submit`, and `cancel` of a ticket.
+    `submit`, and `cancel` of a ticket. After the end there are only `stats` and `recent`.
     """
 
     def ended(self, record: Record) -> None:
