@@ -7,16 +7,17 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
 from llamakeep.chat_template import ChatTemplate
-from llamakeep.engine import Engine, Record
+from llamakeep.engine import Engine, Listener, Record, Request, Ticket
 from llamakeep.server.app import create_app
 from llamakeep.server.context import ServerOptions
 from tests.engine_tools import Ends, engine_of
@@ -109,6 +110,20 @@ class Served:
             lines = response.iter_lines()
             assert next(lines)
             yield lines
+
+    @contextlib.contextmanager
+    def asked(self, requests: list[Request] | None = None) -> Iterator[list[Request]]:
+        """Collect the requests that reach the engine, in a list if given, until the block ends."""
+        requests = [] if requests is None else requests
+        submit_all = self.engine.submit_all
+
+        def note(asked: Sequence[tuple[Request, Listener]]) -> list[Ticket]:
+            requests.extend(request for request, _ in asked)
+            return submit_all(asked)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine, "submit_all", note)
+            yield requests
 
     def record(self) -> Record:
         """Wait for the next request to end, and return what became of it."""

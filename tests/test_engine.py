@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamakeep.engine import Finished, Piece, Progress, Request, Stop
+from llamakeep.engine import Finished, Observer, Piece, Progress, Request, Stop
 from llamakeep.errors import (
     ContextOverflow,
     DecodeError,
@@ -391,6 +391,42 @@ def test_the_queue_has_a_limit() -> None:
         for one in waiting:
             one.wait()
         ask(engine, span(50, 4), 1).wait()
+
+
+def test_several_get_their_places_at_once_or_none_does() -> None:
+    refusals = list[LlamakeepError]()
+
+    class Refusals(Observer):
+        def refused(self, error: LlamakeepError) -> None:
+            refusals.append(error)
+
+    def request(seed: int) -> Request:
+        return Request(span(50, seed), 1, GREEDY)
+
+    with engine_of(n_seqs=1, max_waiting=4) as engine:
+        engine.observers.add(Refusals())
+        long = ask(engine, span(50, 1), 1500)
+        assert long.begun.wait(60)
+        three = [Heard() for _ in range(3)]
+        engine.submit_all([(request(2 + n), heard) for n, heard in enumerate(three)])
+        with pytest.raises(
+            QueueFull, match="3 requests are waiting, at most 4 may: there is no room for 2 more"
+        ):
+            engine.submit_all([(request(5), Heard()), (request(6), Heard())])
+        assert engine.stats()["waiting"] == 3  # nothing of the second ones
+        assert long.ticket is not None
+        long.ticket.cancel()
+        for one in three:
+            one.wait()
+        assert [one.tokens for one in three] == [
+            cold("attention", span(50, seed), 1) for seed in (2, 3, 4)
+        ]
+        with pytest.raises(TokenError):  # the last one is wrong
+            engine.submit_all([(Request.of([n]), Heard()) for n in (1, 2, N_VOCAB)])
+        assert engine.stats()["waiting"] == engine.stats()["slots_busy"] == 0
+        with pytest.raises(InvalidValue, match="room for 5: 1 in slots, 4 in the queue"):
+            engine.submit_all([(Request.of([1]), Heard())] * 6)
+    assert [type(error) for error in refusals] == [QueueFull, TokenError, InvalidValue]
 
 
 @pytest.mark.parametrize(

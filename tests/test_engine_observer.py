@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from typing import Any
 
 import pytest
 
-from llamakeep.engine import Observer, Progress, Record, Request
+from llamakeep.engine import Engine, Finished, Observer, Progress, Record, Request, Update
 from llamakeep.engine.job import Job
 from llamakeep.engine.observer import PROGRESS_EVERY_MS, Observers
 from llamakeep.errors import ContextOverflow, DecodeError, LlamakeepError, TokenError
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.server.metrics import ERRORS, OTHER, Metrics
 from llamakeep.states import Reuse
-from tests.engine_tools import Ends, ask, engine_of, runtime_of, span
+from tests.engine_tools import Ends, Heard, ask, engine_of, runtime_of, span
 
 
 class Notes(Observer):
@@ -85,6 +86,71 @@ def test_what_is_not_taken_is_told_and_raised() -> None:
             ask(engine, [1_000_000], 1)
     assert notes.refusals == [ContextOverflow, TokenError]
     assert notes.records == []
+
+
+class Asks(Observer):
+    """Asks an engine for all it can tell, while it hears of an end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.heard, self.may_ask = threading.Event(), threading.Event()
+        self.labels = list[str]()
+
+    def ended(self, record: Record) -> None:
+        self.heard.set()
+        assert self.may_ask.wait(60)
+        self._engine.settle()
+        assert len(self._engine.slots()) == self._engine.n_slots
+        assert self._engine.entries() is not None
+        self._engine.check()
+        self.labels.append(record.label)
+
+
+def test_an_observer_may_ask_the_engine_whoever_tells_it() -> None:
+    with engine_of(n_seqs=1) as engine:
+        asks, one = Asks(engine), Heard()
+        engine.observers.add(asks)
+        settling = [threading.Thread(target=engine.settle, daemon=True) for _ in range(3)]
+
+        def hear(update: Update) -> None:
+            one(update)
+            if isinstance(update, Finished):  # another thread tells, before the engine's can
+                settling[0].start()
+                assert asks.heard.wait(60)
+
+        engine.submit(Request(span(20, 1), max_tokens=2, label="one"), hear)
+        one.wait()
+        ask(engine, span(20, 2), 2, label="two").wait()  # the engine does not wait for observers
+        for thread in settling[1:]:
+            thread.start()
+        asks.may_ask.set()
+        for thread in settling:
+            thread.join(60)
+            assert not thread.is_alive()
+        engine.settle()
+        assert asks.labels == ["one", "two"]
+
+
+@pytest.mark.parametrize("by_engine", [True, False])
+def test_an_observer_may_close_the_engine_whoever_tells_it(by_engine: bool) -> None:
+    begun, closed = threading.Event(), threading.Event()
+    with engine_of(n_seqs=1) as engine:
+
+        def close(_: Record) -> None:
+            begun.set()
+            engine.close()
+            closed.set()
+
+        def hear(update: Update) -> None:
+            if isinstance(update, Finished) and not by_engine:
+                threading.Thread(target=engine.settle, daemon=True).start()
+                assert begun.wait(60)
+
+        engine.observers.add(Ends(close))
+        engine.submit(Request(span(20, 1), max_tokens=2), hear)
+        assert closed.wait(60)
+        engine.close()
+        engine.check = lambda: None  # type: ignore[method-assign]
 
 
 class Fails(Observer):

@@ -973,12 +973,12 @@ def test_how_a_model_is_loaded_is_told_to_llama_cpp(
 
 def test_tiers_are_read_off_the_stats() -> None:
     below = {"tiers": {"disk": {"capacity_bytes": 5}, "shared": {"hits": 1}}}
-    assert run.tiers_of({"capacity_bytes": 9, "below": below}) == {
+    assert run.capacities_of({"capacity_bytes": 9, "below": below}) == {
         "ram": 9,
         "disk": 5,
         "shared": None,
     }
-    assert run.tiers_of({}) == {}
+    assert run.capacities_of({}) == {}
 
 
 # -- all of it, with a real model ----------------------------------------------------------------

@@ -34,6 +34,7 @@ from llamakeep.server.metrics import (
 RECORD = Record(
     label="id",
     slot=0,
+    prompt_tokens=1256,
     reused_tokens=1200,
     evaluated_tokens=56,
     tier="ram",
@@ -223,6 +224,13 @@ def test_counters_of_a_tier_cannot_grow_without_bound() -> None:
 def test_which_endpoint_a_path_is_of(path: str, endpoint: str) -> None:
     assert endpoint_of(path) == endpoint
     assert endpoint in (*ENDPOINTS, OTHER)
+
+
+def test_what_was_evaluated_again_is_held_once() -> None:
+    metrics = Metrics()
+    metrics.ended(Record(slot=0, prompt_tokens=100, evaluated_tokens=170, generated_tokens=5))
+    metrics.ended(Record(slot=0, prompt_tokens=900, evaluated_tokens=60, stop="cancelled"))
+    assert samples(metrics)["llamacpp:n_tokens_max", ()] == 105
 
 
 def test_errors_are_counted_by_class() -> None:

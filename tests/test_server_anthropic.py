@@ -302,18 +302,11 @@ def test_a_prompt_is_that_of_openais_chat(family: tuple[str, Served]) -> None:
         }
         for each in TOOLS
     ]
-    prompts: list[Any] = []
-    submit = server.engine.submit
-
-    def seen(request: Request, heard: Any) -> Any:
-        prompts.append(request.prompt.tolist())
-        return submit(request, heard)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine, "submit", seen)
+    with server.asked() as seen:
         ask(server, messages=ours, tools=TOOLS, max_tokens=0)
         server.answer(CHAT, messages=theirs, tools=tools, max_tokens=0)
-    assert prompts[0] == prompts[1]
+    one, other = (request.prompt.tolist() for request in seen)
+    assert one == other
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -490,17 +483,9 @@ def test_turns_of_one_role_are_one(qwen: Served) -> None:
 
 
 # -- marks -----------------------------------------------------------------------------------------
-def starts_of(server: Served, monkeypatch: pytest.MonkeyPatch, **body: Any) -> list[str]:
+def starts_of(server: Served, **body: Any) -> list[str]:
     """Return what comes before each place that is likely to be a checkpoint."""
-    seen: list[Request] = []
-    submit = server.engine.submit
-
-    def see(request: Request, heard: Any) -> Any:
-        seen.append(request)
-        return submit(request, heard)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "submit", see)
+    with server.asked() as seen:
         ask(server, **body, max_tokens=0)
     (request,) = seen
     return [server.engine.vocab.text(request.prompt[:start]) for start in request.user_starts]
@@ -532,16 +517,16 @@ def test_marks_are_places_for_checkpoints(
         ]
         return {"messages": turns, "tools": [given[4], TIME]}
 
-    bare = starts_of(server, monkeypatch, **body())
-    (text,) = set(starts_of(server, monkeypatch, **body(0))) - set(bare)
+    bare = starts_of(server, **body())
+    (text,) = set(starts_of(server, **body(0))) - set(bare)
     assert text.endswith("A long document.") or text.endswith("A long document.\n")
-    calls = set(starts_of(server, monkeypatch, **body(2))) - set(bare)
+    calls = set(starts_of(server, **body(2))) - set(bare)
     assert all("31337" not in each and "A question." in each for each in calls)
     assert len(calls) == 1 or name == "gemma"  # where results are the user's, it is known anyway
-    (after,) = set(starts_of(server, monkeypatch, **body(3))) - set(bare)
+    (after,) = set(starts_of(server, **body(3))) - set(bare)
     assert "31337" in after
     assert "Late." not in after
-    (told,) = set(starts_of(server, monkeypatch, **body(4))) - set(bare)
+    (told,) = set(starts_of(server, **body(4))) - set(bare)
     assert '"time"' not in told[told.rindex("Of a city.") :]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -262,23 +263,13 @@ def test_a_slot_can_be_asked_for(server: Served) -> None:
 
 
 def test_message_delimiters_become_starts(server: Served) -> None:
-    requests = []
-    submit = server.engine.submit
-    server.engine.submit = lambda request, heard: (
-        requests.append(request)
-        or submit(  # type: ignore[method-assign]
-            request, heard
-        )
-    )
-    try:
+    with server.asked() as requests:
         server.answer(
             "/completion",
             prompt="U: one A: two U: three",
             n_predict=1,
             message_delimiters=["U:", {"role": "assistant", "delimiter": "A:"}],
         )
-    finally:
-        server.engine.submit = submit  # type: ignore[method-assign]
     assert requests[0].user_starts == (1, 15)
 
 
@@ -392,7 +383,7 @@ def test_the_tokens_of_a_text_are_biased_once_each(server: Served) -> None:
         {"token": 66, "bias": 5},
         {"token": 65, "bias": 1},
     ]
-    n_vocab = server.engine.vocab.n_vocab
+    n_vocab = server.engine.vocab.n_vocab  # less than the limit for all models
     many = [["ABCDEFGH", 1]] * (n_vocab // 8)
     server.answer("/completion", prompt="Hi", n_predict=1, logit_bias=many)
     error = server.error("/completion", 400, prompt="Hi", logit_bias=[*many, ["A", 1]])
@@ -627,10 +618,20 @@ def test_a_client_that_stops_reading_is_cut_off(options: dict[str, float]) -> No
 
 def test_too_many_requests_are_told_when_to_come_again(roomy: Served) -> None:
     with roomy.streaming("/completion", LONG):
-        refused = roomy.post("/completion", LONG | {"n": 5, "stream": False})
-        assert roomy.error_of(refused, 503)["type"] == "unavailable_error"
+        refused = roomy.post("/completion", LONG | {"n": 2, "stream": False})
+        message = roomy.error_of(refused, 503)["message"]
+        assert message == "0 requests are waiting, at most 1 may: there is no room for 2 more"
         assert int(refused.headers["retry-after"]) >= 1
-        assert roomy.record().stop == "cancelled", "the part that found room goes with the rest"
+        stats = roomy.engine.stats()
+        assert (stats["waiting"], stats["requests"]) == (0, 0), "none of them was begun"
+
+
+def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(roomy: Served) -> None:
+    for given in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
+        error = roomy.error("/completion", 400, **(LONG | {"stream": False} | given))
+        assert error["message"] == (
+            "3 answers are asked for at once, and there is room for 2: 1 in slots, 1 in the queue"
+        )
 
 
 def test_a_silent_stream_speaks_now_and_then() -> None:
@@ -853,17 +854,47 @@ def test_a_tenants_slot_is_restored_for_that_tenant_only(tmp_path: Path) -> None
     mine = {"prompt": "F" * 100, "n_predict": 4, "cache_salt": "me", "id_slot": 0}
     with served(slot_save_path=tmp_path) as server:
         server.answer("/completion", **mine)
-        saved = server.answer("/slots/0?action=save", filename="mine")
-        server.answer("/slots/0?action=erase")
+        for salt in ({}, {"cache_salt": ""}, {"cache_salt": "you"}):
+            for action in ("save", "erase"):
+                error = server.error(f"/slots/0?action={action}", 400, filename="mine", **salt)
+                assert "cache_salt" in error["message"]
+        assert list(tmp_path.iterdir()) == []
+        saved = server.answer("/slots/0?action=save", filename="mine", cache_salt="me")
+        server.answer("/slots/0?action=erase", cache_salt="me")
         server.client.delete("/cache")
         for salt in ({}, {"cache_salt": ""}, {"cache_salt": "you"}):
             error = server.error("/slots/0?action=restore", 400, filename="mine", **salt)
-            assert "another tenant" in error["message"]
+            assert "No such file" in error["message"]
         restored = server.answer("/slots/0?action=restore", filename="mine", cache_salt="me")
         assert restored["n_restored"] == saved["n_saved"]
         others = server.answer("/completion", **(mine | {"cache_salt": "you", "id_slot": 1}))
         assert others["timings"]["cache_n"] == 0
         assert server.answer("/completion", **mine)["timings"]["cache_n"] >= 88
+
+
+def test_names_of_files_are_each_tenants_own(tmp_path: Path) -> None:
+    texts = {"me": "F" * 100, "you": "G" * 90, "": "H" * 80}
+    with served(slot_save_path=tmp_path) as server:
+        for salt, text in texts.items():
+            asked = {"prompt": text, "n_predict": 1, "cache_salt": salt, "id_slot": 0}
+            server.answer("/completion", **asked)
+            server.answer("/slots/0?action=save", filename="talk", cache_salt=salt)
+        assert (tmp_path / "talk").is_file()  # where llama-server has it, without a salt
+        assert len(list(tmp_path.rglob("talk"))) == 3
+        assert not any("me" in name or "you" in name for name in os.listdir(tmp_path))
+        for salt, text in texts.items():
+            restored = server.answer("/slots/0?action=restore", filename="talk", cache_salt=salt)
+            assert restored["n_restored"] == len(text) + 1
+            server.answer("/slots/0?action=erase", cache_salt=salt)
+
+
+def test_what_slots_do_is_shown_without_what_they_read(tmp_path: Path) -> None:
+    with served(slot_save_path=tmp_path) as server:
+        asked = {"prompt": "a secret of mine" * 9, "n_predict": 400, "cache_salt": "me"}
+        with server.streaming("/completion", asked | {"logit_bias": ONLY_A}):
+            shown = server.client.get("/slots").text
+        assert "is_processing" in shown
+        assert not any(word in shown for word in ("secret", "AAA", '"me"'))
 
 
 def test_a_slot_that_cannot_be_restored_says_so(tmp_path: Path) -> None:

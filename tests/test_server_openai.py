@@ -143,19 +143,9 @@ def test_the_tokens_of_a_chat_are_counted(server: Served) -> None:
 
 
 def test_message_starts_reach_the_engine(server: Served) -> None:
-    seen = []
-    submit = server.engine.submit
-    server.engine.submit = lambda request, heard: (
-        seen.append(request)
-        or submit(  # type: ignore[method-assign]
-            request, heard
-        )
-    )
-    try:
+    with server.asked() as seen:
         messages = [*HELLO, {"role": "assistant", "content": "Me"}, *HELLO]
         server.answer(CHAT, messages=messages, max_tokens=1)
-    finally:
-        server.engine.submit = submit  # type: ignore[method-assign]
     (request,) = seen
     vocab = server.engine.vocab
     assert len(request.user_starts) == 2

@@ -107,18 +107,11 @@ def prompt_of(server: Served, seen: list[Any], **body: Any) -> str:
 
 
 @pytest.fixture
-def seen(qwen: Served, thinker: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def seen(qwen: Served, thinker: Served) -> Iterator[list[Any]]:
     """What is asked of an engine, from now on."""
     requests: list[Any] = []
-    for server in (qwen, thinker):
-        submit = server.engine.submit
-
-        def note(request: Any, heard: Any, submit: Any = submit) -> Any:
-            requests.append(request)
-            return submit(request, heard)
-
-        monkeypatch.setattr(server.engine, "submit", note)
-    return requests
+    with qwen.asked(requests), thinker.asked(requests):
+        yield requests
 
 
 # -- what is answered ------------------------------------------------------------------------------

@@ -135,6 +135,24 @@ def test_many_biases_are_read_and_told_in_a_thread(
         assert names[1:] == [WORKER] * 500
 
 
+def test_many_biases_are_told_in_a_thread_however_short_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    written = native_json.settings_json
+
+    def noting(*given: Any, **more: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return written(*given, **more)
+
+    monkeypatch.setattr(native_json, "settings_json", noting)
+    with served() as server:
+        for n_biases in (1, 900):
+            biases = [[65, 1]] * n_biases
+            server.answer("/completion", prompt="Hi", n_predict=1, n=3, logit_bias=biases)
+    assert [name == WORKER for name in names] == [False] * 3 + [True] * 3
+
+
 def test_the_last_event_with_many_biases_is_written_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

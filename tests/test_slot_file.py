@@ -243,7 +243,7 @@ def test_a_tenants_slot_is_restored_for_that_tenant_alone(tmp_path: Path) -> Non
     path, prompt = tmp_path / "slot", span(100, 1)
     with engine_of(n_seqs=1) as engine:
         ask(engine, prompt, 0, salt="one").wait()
-        engine.slot_save(0, path)
+        engine.slot_save(0, path, salt="one")
         with pytest.raises(BlobRejected, match="tenant"):
             engine.slot_restore(0, path)
         engine.clear_cache()
@@ -251,6 +251,26 @@ def test_a_tenants_slot_is_restored_for_that_tenant_alone(tmp_path: Path) -> Non
         assert ask(engine, prompt, 0).wait().timings.cache_n == 0
         engine.slot_restore(0, path, salt="one")
         assert ask(engine, prompt, 0, salt="one").wait().timings.cache_n == 96
+
+
+@pytest.mark.parametrize("cache", ["tree", "upstream", "keep"])
+def test_a_slot_is_saved_and_erased_for_its_tenant_alone(cache: str, tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    with engine_of(n_seqs=2, cache=cache) as engine:
+        for owner, others in (("one", ["two", ""]), ("", ["one"])):
+            ask(engine, span(100, 1), 0, salt=owner, slot=0).wait()
+            for salt in others:
+                with pytest.raises(InvalidValue, match="with this salt") as caught:
+                    engine.slot_save(0, path, salt=salt)
+                assert "one" not in str(caught.value)
+                with pytest.raises(InvalidValue, match="with this salt"):
+                    engine.slot_erase(0, salt=salt)
+            assert not path.exists()
+            assert engine.slots()[0].tokens.size == 100
+            assert engine.slot_save(0, path, salt=owner).n_tokens == 100
+            assert engine.slot_erase(0, salt=owner) == 100
+            path.unlink()
+        assert engine.slot_erase(0, salt="two") == 0  # there is nothing of anybody
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ saved, restored, copied or cut before.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
@@ -187,6 +188,21 @@ def test_a_similarity_of_0_chooses_by_recency_alone() -> None:
     slots = make(similarity=0.0)
     slots.serve(span(10))
     assert kinds(serve(slots, span(12)))[0] == "slot_by_lru"
+
+
+def test_those_who_evaluate_themselves_leave_no_events_behind() -> None:
+    slots = make(n_seqs=2)
+
+    def n_alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, Event) for each in gc.get_objects())
+
+    before = n_alive()
+    for seed in range(1, 20):
+        slot, update = slots.choose(span(20 * seed, seed))
+        slots.begin(slot, span(20 * seed, seed), update=update)
+    assert n_alive() == before
+    assert slots.serve(span(30)).events
 
 
 @pytest.mark.parametrize(("held", "saves"), [(20, False), (21, True)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llamakeep.biases import NO_BIASES, Biases
 from llamakeep.errors import InvalidValue
 
 RANDOM_SEED = -1
@@ -30,6 +32,7 @@ class Sampling:
         frequency_penalty: The same, times how often they came; 0 for off.
         seed: Of the random numbers; -1 for another one each time.
         logit_bias: Pairs of token and what is added to its logit; minus infinity forbids it.
+            Becomes `Biases`, which copies of these settings share.
         ignore_eos: The end of an answer is never sampled.
         min_keep: Tokens that the filters leave at least.
         grammar: What the answer has to match, in GBNF, from the rule `root`; "" for anything.
@@ -39,6 +42,7 @@ class Sampling:
 
     Raises:
         InvalidValue: For a number that cannot be meant, with its name.
+        TokenError: For a bias of what can be no token.
     """
 
     temperature: float = 0.8
@@ -51,7 +55,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = RANDOM_SEED
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Sequence[tuple[int, float]] = NO_BIASES
     ignore_eos: bool = False
     min_keep: int = 0
     grammar: str = ""
@@ -72,9 +76,7 @@ class Sampling:
             raise InvalidValue(f"repeat_last_n must be -1 or more, not {self.repeat_last_n!r}")
         if self.min_keep < 0:
             raise InvalidValue(f"min_keep must be 0 or more, not {self.min_keep!r}")
-        for token, bias in self.logit_bias:
-            if math.isnan(bias) or bias == math.inf:
-                raise InvalidValue(f"the bias of token {token} must be a number, not {bias!r}")
+        object.__setattr__(self, "logit_bias", Biases.of(self.logit_bias))
         if self.grammar_triggers:
             self._check_triggers()
 
@@ -89,6 +91,12 @@ class Sampling:
                 raise InvalidValue(
                     f"a grammar trigger has 1 to {MOST_TRIGGER_CHARS} characters, not {len(text)}"
                 )
+
+    @property
+    def biases(self) -> Biases:
+        """What `logit_bias` comes to."""
+        assert isinstance(self.logit_bias, Biases), "see `__post_init__`"
+        return self.logit_bias
 
     @property
     def greedy(self) -> bool:

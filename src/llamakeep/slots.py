@@ -25,7 +25,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -165,7 +166,7 @@ class Slots:
         self._kv_unified = kv_unified
         self._emit_to = emit
         self._clock = clock
-        self._events: list[Event] = []
+        self._heard: list[Event] | None = None  # what `serve` returns; nobody else asks
         self._tasks = itertools.count()
         self._min_evaluated = min_evaluated
         self.failures: dict[str, int] = {}
@@ -195,8 +196,19 @@ class Slots:
         return f"Slots({self.mode}, {', '.join(map(repr, self.slots))})"
 
     def _emit(self, event: Event) -> None:
-        self._events.append(event)
+        if self._heard is not None:
+            self._heard.append(event)
         self._emit_to(event)
+
+    @contextmanager
+    def _listening(self) -> Iterator[list[Event]]:
+        """Collect what happens, in the cache too, until the block ends."""
+        heard = self._heard = []
+        try:
+            with self._cache.heard_by(heard.append):
+                yield heard
+        finally:
+            self._heard = None
 
     # -- one request -------------------------------------------------------------------------------
 
@@ -240,8 +252,7 @@ class Slots:
         if starts != sorted(set(starts)) or (starts and starts[-1] >= n_prompt):
             raise InvalidValue(f"user_starts must ascend below {n_prompt}, not {starts}")
         wanted = tokens[:n_prompt]
-        self._events = []
-        with self._cache.heard_by(self._events.append):
+        with self._listening() as events:
             chosen, update = self.choose(wanted, slot, namespace=namespace)
             loaded = self.begin(chosen, wanted, update=update, kind=kind, namespace=namespace)
             n_past = chosen.n_tokens
@@ -257,7 +268,7 @@ class Slots:
                 chosen.evaluate(tokens, position, position + 1)
         chosen.last_used = self._clock()
         result = loaded.result if loaded is not None else None
-        return Served(chosen.slot_id, n_prompt - n_past, n_past, result, tuple(self._events))
+        return Served(chosen.slot_id, n_prompt - n_past, n_past, result, tuple(events))
 
     def _checked(self, prompt: TokensLike, answer: TokensLike) -> tuple[IntArray, int]:
         """Return prompt and answer as one array of our own, and where the answer starts."""

@@ -21,15 +21,14 @@ import math
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llamakeep.engine.job import Job
 from llamakeep.engine.keeping import Keeping
-from llamakeep.engine.observer import Observers
+from llamakeep.engine.observer import Observers, Untold
 from llamakeep.engine.records import Record, Records
 from llamakeep.engine.request import Failed, Finished, Listener, Request
 from llamakeep.engine.scheduler import Scheduler
@@ -58,6 +57,8 @@ T = TypeVar("T")
 
 _AFTERWARDS_S = 0.002
 """Observers hear of an end after whoever waits for it, and when there is nothing else to do."""
+_SETTLE_S = 1.0
+"""How long to wait for another thread that tells observers: one of them may wait for this one."""
 
 
 class Ticket:
@@ -164,8 +165,7 @@ class Engine:
         self._closing = False
         self._deadline = self._flush_s = 0.0
         self._unsaved = False
-        self._untold: deque[Record] = deque()
-        self._telling = threading.Lock()
+        self._untold = Untold(self.observers)
         self._thread = threading.Thread(target=self._run, name="llamakeep-engine", daemon=True)
         self._thread.start()
 
@@ -201,13 +201,41 @@ class Engine:
             QueueFull: When as many wait as may wait.
             EngineClosed: After `close` was called.
         """
+        (ticket,) = self.submit_all([(request, listener)])
+        return ticket
+
+    def submit_all(self, asked: Sequence[tuple[Request, Listener]]) -> list[Ticket]:
+        """Answer several requests, or none of them: they get their places in one step.
+
+        Args:
+            asked: Requests and who hears what becomes of each, as for `submit`. They queue in this
+                order.
+
+        Raises:
+            InvalidValue: For more than would fit if nobody else asked, too, with the numbers.
+            LlamakeepError: As `submit`, for any of them.
+        """
         try:
-            return self._submit(request, listener)
+            for request, _ in asked:
+                self._check(request)
+            return self._enqueue(
+                [
+                    Job(
+                        next(self._ids),
+                        request,
+                        listener,
+                        self.n_ctx,
+                        self._clock(),
+                        self.observers.progressed,
+                    )
+                    for request, listener in asked
+                ]
+            )
         except LlamakeepError as error:
             self.observers.refused(error)
             raise
 
-    def _submit(self, request: Request, listener: Listener) -> Ticket:
+    def _check(self, request: Request) -> None:
         n_prompt = int(request.prompt.size)
         if n_prompt + (request.max_tokens != 0) > self.n_ctx:
             raise ContextOverflow(
@@ -219,27 +247,30 @@ class Engine:
         if request.slot is not None and not 0 <= request.slot < self.n_slots:
             raise InvalidValue(f"slot {request.slot} is outside 0 to {self.n_slots - 1}")
         as_tokens(request.prompt, n_vocab=self._runtime.n_vocab)
-        job = Job(
-            next(self._ids),
-            request,
-            listener,
-            self.n_ctx,
-            self._clock(),
-            self.observers.progressed,
-        )
+
+    def _enqueue(self, jobs: Sequence[Job]) -> list[Ticket]:
+        n_new, most = len(jobs), self.n_slots + self._max_waiting
+        if n_new > most:
+            raise InvalidValue(
+                f"{n_new} answers are asked for at once, and there is room for {most}: "
+                f"{self.n_slots} in slots, {self._max_waiting} in the queue"
+            )
         with self._gate:
             if self._closing:
                 raise EngineClosed("the engine is shutting down")
-            if self._n_open >= self.n_slots + self._max_waiting:
-                n_waiting = self._n_open - self.n_slots
+            if self._n_open + n_new > most:
+                n_waiting = max(0, self._n_open - self.n_slots)
                 waiting = "1 request is" if n_waiting == 1 else f"{n_waiting} requests are"
+                limit = "as many as may wait"
+                if n_new > 1:
+                    limit = f"at most {self._max_waiting} may: there is no room for {n_new} more"
                 raise QueueFull(
-                    f"{waiting} waiting, as many as may wait",
+                    f"{waiting} waiting, {limit}",
                     retry_after_s=max(1.0, math.ceil(self._records.mean_s / self.n_slots)),
                 )
-            self._n_open += 1
-            self._inbox.put(lambda: self._scheduler.waiting.append(job))
-        return Ticket(job, self._wake)
+            self._n_open += n_new
+            self._inbox.put(lambda: self._scheduler.waiting.extend(jobs))
+        return [Ticket(job, self._wake) for job in jobs]
 
     def call(self, what: Callable[[], T]) -> T:
         """Run something in the engine's thread, between two batches, and return what it returns.
@@ -327,16 +358,21 @@ class Engine:
 
     # -- slots and what is kept --------------------------------------------------------------------
 
-    def slot_save(self, slot_id: int, path: Path) -> SlotFile:
+    def slot_save(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
         """Write what an idle slot holds to a file of its own, which replaces one that is there.
 
+        Args:
+            slot_id: The slot.
+            path: The file.
+            salt: Whose slot it must be, as `Request.salt`.
+
         Raises:
-            InvalidValue: For a slot that does not exist, is busy, or is empty.
+            InvalidValue: For a slot that does not exist, is busy, is empty, or is another tenant's.
             StoreError: When the file cannot be written; one that was there is unchanged.
         """
 
         def look() -> tuple[SlotContent, bytes]:
-            self._idle(slot_id)
+            self._idle(slot_id, salt)
             if not self._keeping.tokens(slot_id).size:
                 raise InvalidValue(
                     f"slot {slot_id} is empty: there is nothing to save (idle slots are emptied "
@@ -380,27 +416,37 @@ class Engine:
         self.call(restore)
         return found
 
-    def slot_erase(self, slot_id: int) -> int:
+    def slot_erase(self, slot_id: int, *, salt: str = "") -> int:
         """Empty an idle slot; return how many tokens it held. What is kept of it stays kept.
 
+        Args:
+            slot_id: The slot.
+            salt: Whose slot it must be, as `Request.salt`.
+
         Raises:
-            InvalidValue: For a slot that does not exist or is busy.
+            InvalidValue: For a slot that does not exist, is busy, or is another tenant's.
         """
 
         def erase() -> int:
-            self._idle(slot_id)
+            self._idle(slot_id, salt)
             n_tokens = int(self._keeping.tokens(slot_id).size)
             self._keeping.clear(slot_id)
             return n_tokens
 
         return self.call(erase)
 
-    def _idle(self, slot_id: int) -> None:
-        """Check that a slot is there and idle."""
+    def _idle(self, slot_id: int, salt: str | None = None) -> None:
+        """Check that a slot is there and idle; with a salt, that it holds nothing of others."""
         if not 0 <= slot_id < self.n_slots:
             raise InvalidValue(f"slot {slot_id} is outside 0 to {self.n_slots - 1}")
         if self._scheduler.slots[slot_id].job is not None:
             raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
+        if salt is None or not self._keeping.tokens(slot_id).size:
+            return
+        if self._keeping.namespace(slot_id) != self._keeping.namespace_of(salt):
+            raise InvalidValue(
+                f"slot {slot_id} holds nothing of requests with this salt (cache_salt)"
+            )
 
     def clear_cache(self) -> dict[str, Any]:
         """Forget everything that is kept, and what idle slots hold; return what was freed.
@@ -429,10 +475,12 @@ class Engine:
         return self._keeping.flush(timeout_s)
 
     def settle(self) -> None:
-        """Let observers hear of all that has ended: usually they do some milliseconds later."""
-        with self._telling:
-            while self._untold:
-                self.observers.ended(self._untold.popleft())
+        """Let observers hear of all that has ended: usually they do some milliseconds later.
+
+        Waits for a thread that is telling them, for a second at most; the engine's own does not. An
+        observer that calls this while it hears of an end returns at once.
+        """
+        self._untold.tell(0.0 if threading.current_thread() is self._thread else _SETTLE_S)
 
     def check(self) -> None:
         """Prove that what is counted is what is kept.
@@ -515,10 +563,10 @@ class Engine:
     def _ended(self, job: Job, last: Finished | Failed) -> None:
         with self._gate:
             self._n_open -= 1
-        record = job.record(last)
+        record = job.record(last, self._clock())
         self._records.add(record)
         self.history.add(job.served(self._keeping.namespace_of(job.request.salt)))
-        self._untold.append(record)
+        self._untold.add(record)
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""
@@ -536,7 +584,7 @@ class Engine:
                 scheduler.cells.guarded("order", order)
         scheduler.fail_waiting(error)
         scheduler.fail_running(error)
-        self.settle()
+        self._untold.tell(_SETTLE_S)
         scheduler.cells.guarded("close", lambda: self._keeping.close(self._flush_s))
         scheduler.cells.guarded("close", self._runtime.close)
         self.observers.closed()

@@ -85,7 +85,10 @@ class Job:
         self.n_known = int(request.prompt.size)
         self._unsent: list[Choice] = []
         self._queued = now
-        self._begun = self._first = self._last = now
+        self._begun: float | None = None
+        self._first: float | None = None
+        self._last = now
+        self._n_evaluated = self._n_reached = 0
 
     @property
     def known(self) -> IntArray:
@@ -101,19 +104,26 @@ class Job:
 
     def begin(self, slot_id: int, reuse: Reuse, now: float) -> None:
         """A slot has taken it. When it begins anew, its first reuse stays the one that counts."""
+        self.start_clock(now)
         self.slot_id = slot_id
         if self.reuse is None:
             self.reuse = reuse
             self._tell(Begun(slot_id, reuse))
 
     def start_clock(self, now: float) -> None:
-        """It leaves the queue for the first time."""
-        if self.reuse is None:
+        """It leaves the queue; only the first time counts."""
+        if self._begun is None:
             self._begun = now
+
+    def evaluated(self, start: int, end: int) -> None:
+        """What is known from `start` to `end` was evaluated. See `Timings.prompt_n`."""
+        counted = max(int(self.request.prompt.size), self._n_reached)
+        self._n_evaluated += max(0, min(end, counted) - start)
+        self._n_reached = max(self._n_reached, end)
 
     def progressed(self, n_tokens: int, now: float) -> None:
         """So many tokens of its prompt are in the slot."""
-        if self.n_generated or self.reuse is None:
+        if self.n_generated or self.reuse is None or self._begun is None:
             return
         ms = (now - self._begun) * 1e3
         is_due = ms >= self._due_ms
@@ -129,7 +139,7 @@ class Job:
 
     def prompt_done(self, now: float) -> None:
         """The prompt is evaluated."""
-        if not self.n_generated:
+        if self._first is None:
             self._first = self._last = now
 
     def push(self, choice: Choice, piece: bytes, now: float) -> None:
@@ -154,7 +164,7 @@ class Job:
         told = choices if self.request.n_probs else ()
         self._tell(Piece(text, tuple(choice.token for choice in choices), told))
 
-    def finish(self, stop: Stop, n_cached: int, *, truncated: bool = False) -> Finished:
+    def finish(self, stop: Stop, n_cached: int, now: float, *, truncated: bool = False) -> Finished:
         """Tell the rest of the text; return the end, for `end` to tell."""
         rest = ""
         if stop not in (Stop.CANCELLED, Stop.WORD):
@@ -167,22 +177,23 @@ class Job:
             self.stopping_word,
             self.slot_id,
             self.reuse,
-            self.timings(),
+            self.timings(now),
             int(self.request.prompt.size),
             n_cached,
             truncated,
         )
 
-    def timings(self) -> Timings:
+    def timings(self, now: float) -> Timings:
         """Return what it has cost so far."""
-        reuse = self.reuse
+        begun = now if self._begun is None else self._begun
+        first = now if self._first is None else self._first
         return Timings(
-            queue_ms=(self._begun - self._queued) * 1e3,
-            prompt_n=reuse.evaluated_tokens if reuse is not None else 0,
-            cache_n=reuse.reused_tokens if reuse is not None else 0,
-            prompt_ms=(self._first - self._begun) * 1e3,
+            queue_ms=(begun - self._queued) * 1e3,
+            prompt_n=self._n_evaluated,
+            cache_n=self.reuse.reused_tokens if self.reuse is not None else 0,
+            prompt_ms=(first - begun) * 1e3,
             predicted_n=self.n_generated,
-            predicted_ms=(self._last - self._first) * 1e3,
+            predicted_ms=0.0 if self._first is None else (self._last - first) * 1e3,
         )
 
     def end(self, last: Finished | Failed) -> None:
@@ -215,9 +226,10 @@ class Job:
             body=self.request.body if keeps else None,
         )
 
-    def record(self, last: Finished | Failed) -> Record:
+    def record(self, last: Finished | Failed, now: float) -> Record:
         """Return what is remembered of it."""
-        timings, reuse = self.timings(), self.reuse
+        timings = last.timings if isinstance(last, Finished) else self.timings(now)
+        reuse = self.reuse
         return Record(
             id=self.id,
             label=self.request.label,

@@ -153,7 +153,7 @@ class TreeKeeping:
         all_namespaces: Returns those of all tenants of this model and these settings, those of
             earlier processes included, for `forget`.
         similarity: Share of a prompt that an idle slot must hold to be chosen for it; else the one
-            used least recently is.
+            used least recently is. 0 chooses by recency alone.
         align: See `KeptSequence`.
         min_step: See `KeptSequence`.
     """
@@ -203,7 +203,7 @@ class TreeKeeping:
         if request.slot is not None:
             return request.slot
         best, shared = -1, self._similarity * request.prompt.size
-        for slot_id in idle if request.mode.reads else ():
+        for slot_id in idle if request.mode.reads and self._similarity else ():
             if self._salts[slot_id] == request.salt:
                 common = common_prefix(self.tokens(slot_id), request.prompt)
                 if common > shared:
@@ -240,6 +240,8 @@ class TreeKeeping:
     def worth_waiting(self, slot_id: int, prompt: IntArray, n_tokens: int) -> int:
         """Return what waiting saves; a checkpoint is due then where the prompts part."""
         sequence = self._sequences[slot_id]
+        if not sequence.mode.writes:  # see `begin`: nothing is copied from it
+            return 0
         there = sequence.live.n_tokens
         at = sequence.expect_branch(n_tokens)
         if at <= there:

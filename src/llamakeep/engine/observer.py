@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from llamakeep.engine.records import Record
@@ -18,11 +20,18 @@ PROGRESS_EVERY_MS = 2000.0
 class Observer:
     """Hears what happens in an engine, in its thread or in one that uses it; override what matters.
 
-    What it raises is logged, and changes nothing.
+    What it raises is logged, and changes nothing. While it listens the engine may stand still, so
+    it is quick, and waits neither for an answer nor for a thread that may wait for the engine. In
+    `ended` and `refused` it may call any method of the engine. In `progressed` and `saved`, which
+    come in the middle of a batch, only what does not touch the context: `stats`, `recent`,
+    `submit`, and `cancel` of a ticket. After the end there are only `stats` and `recent`.
     """
 
     def ended(self, record: Record) -> None:
-        """A request ended, however it did. Who waits for its end has heard it before."""
+        """A request ended, however it did. Who waits for its end has heard it before.
+
+        One record after the other, in the engine's thread or in one that called `Engine.settle`.
+        """
 
     def progressed(self, request: Request, progress: Progress) -> None:
         """A prompt is being evaluated, and has been for `PROGRESS_EVERY_MS` or a multiple of it."""
@@ -73,3 +82,51 @@ class Observers(Observer):
                 what(each)
             except Exception:  # who watches must not end what is watched
                 logger.exception("an observer of the engine failed")
+
+
+class Untold:
+    """Records of ends that observers have not heard of. From any thread.
+
+    One thread tells at a time, and tells what others add meanwhile, too. So who finds another one
+    at it need not wait, unless it wants to know that all is told.
+
+    Args:
+        observers: Hear of them.
+    """
+
+    def __init__(self, observers: Observer) -> None:
+        self._observers = observers
+        self._records: deque[Record] = deque()
+        self._telling = threading.Lock()
+        self._teller = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def add(self, record: Record) -> None:
+        """Add one, for `tell`."""
+        self._records.append(record)
+
+    def tell(self, wait_s: float) -> bool:
+        """Tell all there are; from an observer that hears of one right now, do nothing.
+
+        Args:
+            wait_s: How long to wait for a thread that tells them already. An observer in it may
+                wait for the caller, so there is no waiting for ever.
+
+        Returns:
+            Whether all that were there have been told.
+        """
+        if self._teller == threading.get_ident():
+            return False
+        while self._telling.acquire(timeout=wait_s):
+            try:
+                self._teller = threading.get_ident()
+                while self._records:
+                    self._observers.ended(self._records.popleft())
+            finally:
+                self._teller = 0
+                self._telling.release()
+            if not self._records:  # else it was added by one that found us here
+                return True
+        return False

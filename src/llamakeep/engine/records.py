@@ -22,16 +22,16 @@ class Record:
         slot: Which slot answered; None if none ever did.
         prompt_tokens: Tokens of its prompt.
         reused_tokens: Those that were not evaluated.
-        evaluated_tokens: Those that were.
+        evaluated_tokens: Those that were; see `Timings.prompt_n`.
         generated_tokens: Tokens of the answer.
         tier: Where the reused ones came from: `live`, `ram`, `disk`, `shared` or `none`.
         reason: Why the rest had to be evaluated.
         mode: What it might do with kept states: `on`, `read`, `write` or `off`.
         stop: Why it ended: `end`, `word`, `limit`, `cancelled` or `failed`.
         error: The class of what failed, or "".
-        queue_ms: Waiting for a slot.
+        queue_ms: Waiting for a slot, up to the end where it never got one.
         restore_ms: Finding and restoring.
-        prompt_ms: Finding, restoring and evaluating, up to the first token.
+        prompt_ms: Finding, restoring and evaluating, up to the first token or to the end.
         predicted_ms: From the first token to the last.
     """
 
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def first_token_ms(self) -> float:
-        """From when it was queued to its first token."""
+        """From when it was queued to its first token, or to its end if it had none."""
         return self.queue_ms + self.prompt_ms
 
     @property
@@ -96,8 +96,9 @@ class Records:
             self.totals[name] += getattr(record, name)
         tier = record.tier
         self.by_tier[tier] = self.by_tier.get(tier, 0) + record.reused_tokens
-        seconds = (record.prompt_ms + record.predicted_ms) / 1e3
-        self.mean_s = 0.8 * self.mean_s + 0.2 * seconds if self.mean_s else seconds
+        if record.slot is not None:
+            seconds = (record.prompt_ms + record.predicted_ms) / 1e3
+            self.mean_s = 0.8 * self.mean_s + 0.2 * seconds if self.mean_s else seconds
         self._recent.append(record)
 
     def recent(self) -> list[Record]:

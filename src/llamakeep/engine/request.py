@@ -176,10 +176,11 @@ class Timings:
     """What a request cost. Milliseconds are of wall time.
 
     Attributes:
-        queue_ms: Waiting for a slot.
-        prompt_n: Tokens of the prompt that were evaluated.
+        queue_ms: Waiting for a slot, up to the end where it never got one.
+        prompt_n: Tokens of the prompt that were evaluated. Where a request had to begin anew, those
+            that were evaluated again count again, and so do those of the answer.
         cache_n: Those that were reused.
-        prompt_ms: Finding, restoring and evaluating, up to the first token.
+        prompt_ms: Finding, restoring and evaluating, up to the first token or to the end.
         predicted_n: Tokens generated.
         predicted_ms: From the first token to the last.
     """

@@ -37,12 +37,13 @@ class _Piece:
 
     slot: SlotState
     job: Job
+    start: int
     tokens: IntArray
     is_last: bool
 
     @classmethod
     def of(cls, slot: SlotState, job: Job, start: int, end: int) -> _Piece:
-        return cls(slot, job, job.known[start:end], end == job.n_known)
+        return cls(slot, job, start, job.known[start:end], end == job.n_known)
 
     @property
     def part(self) -> Part:
@@ -115,7 +116,7 @@ class Scheduler:
         """End what nobody wants any more."""
         for job in [job for job in self.waiting if job.cancelled]:
             self.waiting.remove(job)
-            self._end(job, job.finish(Stop.CANCELLED, 0))
+            self._end(job, job.finish(Stop.CANCELLED, 0, self._clock()))
         for slot in self.slots:
             if slot.job is not None and slot.job.cancelled:
                 self._finish(slot, slot.job, Stop.CANCELLED)
@@ -167,25 +168,31 @@ class Scheduler:
         return False
 
     def _begin(self, slot: SlotState, job: Job) -> None:
-        """Bring a slot to what is known of a job's prompt."""
+        """Bring a slot to what is known of a job's prompt.
+
+        If that fails before the slot is touched, it holds what it held.
+        """
         job.start_clock(self._clock())
+        touched: SlotState | None = None
         try:
             if job.sampler is None:
                 job.sampler = self._runtime.sampler(job.request.sampling)
                 job.sampler.accept(job.request.prompt)
-            slot.job, slot.n_began = job, next(self._begun)
             self.cells.begins(slot)
             self.cells.make_room(job.n_known - self._held(slot), slot)
+            slot.job, slot.n_began = job, next(self._begun)
+            touched = slot
             reuse = self._keeping.begin(slot.slot_id, job.known, job.request)
             job.begin(slot.slot_id, reuse, self._clock())
             job.progressed(reuse.reused_tokens, self._clock())
         except LlamakeepError as error:
-            self._fail(slot, job, error)
+            self._fail(touched, job, error)
         except Exception as error:
             logger.exception("request %d could not begin", job.id)
-            self._keeping.clear(slot.slot_id)
+            if touched is not None:
+                self._keeping.clear(slot.slot_id)
             why = str(error) or type(error).__name__
-            self._fail(slot, job, LlamakeepError(f"the request could not begin: {why}"))
+            self._fail(touched, job, LlamakeepError(f"the request could not begin: {why}"))
 
     # -- one batch ---------------------------------------------------------------------------------
 
@@ -225,6 +232,7 @@ class Scheduler:
             self._pace.ran(sum(piece.tokens.size for piece in pieces), (now - begin) * 1e3)
         for piece, choice in zip(pieces, chosen, strict=True):
             slot, job = piece.slot, piece.job
+            job.evaluated(piece.start, piece.start + int(piece.tokens.size))
             is_there = self._keeping.evaluated(slot.slot_id, piece.tokens)
             if isinstance(choice, LlamakeepError):
                 self._fail(slot, job, choice)
@@ -378,7 +386,7 @@ class Scheduler:
         slot.job, slot.last_used = None, self._clock()
         n_held = self._held(slot)
         self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
-        self._end(job, job.finish(stop, n_held, truncated=truncated))
+        self._end(job, job.finish(stop, n_held, self._clock(), truncated=truncated))
 
     def _held(self, slot: SlotState) -> int:
         """Return how many tokens a slot holds."""

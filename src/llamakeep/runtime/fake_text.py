@@ -220,8 +220,7 @@ def candidates(
         settled: What of it takes effect.
         counts: How often each recent token came.
     """
-    for token, bias in settled.biases.items():
-        logits[token] += np.float32(bias)
+    logits[settled.tokens] += settled.biases
     if settled.last_n and counts:
         seen = np.fromiter(counts.keys(), np.intp)
         found = logits[seen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +48,8 @@ class LlamaSampler:
         self._context = context
         # Without penalties the likeliest token needs no list of candidates, which costs the most.
         self._is_plain = sampling.greedy and not settled.last_n
-        self._biased = np.fromiter(settled.biases.keys(), np.intp)
-        self._biases = np.fromiter(settled.biases.values(), np.float32)
+        self._biased = settled.tokens.astype(np.intp)
+        self._biases = settled.biases
         self._chain = new_chain(sampling, settled, n_vocab)
         self._free = weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain)
         select = (
@@ -104,9 +105,8 @@ def new_chain(sampling: Sampling, settled: Settled, n_vocab: int) -> Any:
     params.no_perf = True
     chain = llama_cpp.llama_sampler_chain_init(params)
     samplers = []
-    if settled.biases:
-        pairs = (llama_cpp.llama_logit_bias * len(settled.biases))(*settled.biases.items())
-        samplers.append(llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(pairs), pairs))
+    if settled.tokens.size:
+        samplers.append(_bias_sampler(settled, n_vocab))
     if settled.last_n:
         samplers.append(
             llama_cpp.llama_sampler_init_penalties(
@@ -129,6 +129,14 @@ def new_chain(sampling: Sampling, settled: Settled, n_vocab: int) -> Any:
     for sampler in samplers:
         llama_cpp.llama_sampler_chain_add(chain, sampler)
     return chain
+
+
+def _bias_sampler(settled: Settled, n_vocab: int) -> Any:
+    """Return llama.cpp's sampler of biases, which copies them."""
+    pairs = np.empty(settled.tokens.size, np.dtype(llama_cpp.llama_logit_bias))
+    pairs["token"], pairs["bias"] = settled.tokens, settled.biases
+    pointer = pairs.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_logit_bias))
+    return llama_cpp.llama_sampler_init_logit_bias(n_vocab, pairs.size, pointer)
 
 
 if TYPE_CHECKING:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+from llamakeep.biases import Biases
 from llamakeep.errors import DecodeError, InvalidValue
 from llamakeep.sampling import Sampling
-from llamakeep.tokens import as_tokens
+from llamakeep.tokens import IntArray, as_tokens
 
 _MOST: Final = 1e9
 """Far beyond it, what all settings together make of a logit would leave the range of a 32-bit
@@ -18,12 +21,13 @@ float: infinite, and then no number."""
 _SEED_MASK: Final = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Settled:
     """What of a `Sampling` takes effect.
 
     Attributes:
-        biases: What is added to the logit of each token; minus infinity forbids it.
+        tokens: Those with a bias, each once.
+        biases: What is added to their logits; minus infinity forbids it.
         top_k: Of so many likeliest tokens; 0 for all.
         min_keep: Tokens that the filters leave at least.
         last_n: Recent tokens that are penalized; 0 when nothing is.
@@ -31,7 +35,8 @@ class Settled:
         seed: A 32-bit number, or None for another one each time.
     """
 
-    biases: dict[int, float]
+    tokens: IntArray
+    biases: npt.NDArray[np.float32]
     top_k: int
     min_keep: int
     last_n: int
@@ -40,7 +45,7 @@ class Settled:
 
 
 def settle(sampling: Sampling, *, n_vocab: int, n_ctx: int, forbidden: Iterable[int]) -> Settled:
-    """Return the settings as they take effect.
+    """Return the settings as they take effect. However many biases: less than a millisecond.
 
     Args:
         sampling: What was asked for.
@@ -61,23 +66,14 @@ def settle(sampling: Sampling, *, n_vocab: int, n_ctx: int, forbidden: Iterable[
             f"repeat_penalty must be between {1 / _MOST} and {_MOST}, "
             f"not {sampling.repeat_penalty!r}"
         )
-    as_tokens([token for token, _ in sampling.logit_bias], n_vocab=n_vocab)
-    biases: dict[int, float] = {}
-    for token, bias in sampling.logit_bias:
-        biases[int(token)] = biases.get(int(token), 0.0) + bias
-    for token, bias in biases.items():
-        biases[token] = ctypes.c_float(bias).value  # below its range: minus infinity
-        if bias > _MOST:
-            raise InvalidValue(f"the bias of token {token} must be {_MOST} at most, not {bias!r}")
-    biases |= dict.fromkeys(forbidden, -math.inf)
-    if sum(bias == -math.inf for bias in biases.values()) >= n_vocab:
-        raise InvalidValue("every token is forbidden: none can be sampled")
+    tokens, biases = _biased(sampling.biases, n_vocab, forbidden)
     penalizes = sampling.repeat_penalty != 1 or any(
         (sampling.presence_penalty, sampling.frequency_penalty)
     )
     last_n = n_ctx if sampling.repeat_last_n < 0 else min(sampling.repeat_last_n, n_ctx)
     seed = sampling.seed & _SEED_MASK
     return Settled(
+        tokens=tokens,
         biases=biases,
         top_k=min(max(0, sampling.top_k), n_vocab),
         min_keep=min(sampling.min_keep, n_vocab),
@@ -85,6 +81,26 @@ def settle(sampling: Sampling, *, n_vocab: int, n_ctx: int, forbidden: Iterable[
         temperature=min(max(sampling.temperature, 1 / _MOST), _MOST),
         seed=None if seed == _SEED_MASK else seed,  # what llama.cpp takes for "a random one"
     )
+
+
+def _biased(
+    given: Biases, n_vocab: int, forbidden: Iterable[int]
+) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    """Return tokens and what is added to their logits, with those that are never sampled."""
+    tokens, biases = as_tokens(given.tokens, n_vocab=n_vocab), given.values
+    if given.sums.size and given.sums.max() > _MOST:
+        at = int(given.sums.argmax())
+        raise InvalidValue(
+            f"the bias of token {tokens[at]} must be {_MOST} at most, not {float(given.sums[at])!r}"
+        )
+    barred = np.unique(np.fromiter(forbidden, np.int32))
+    if barred.size:
+        left = ~np.isin(tokens, barred)
+        tokens = np.concatenate([tokens[left], barred])
+        biases = np.concatenate([biases[left], np.full(barred.size, -np.inf, np.float32)])
+    if np.isneginf(biases).sum() >= n_vocab:
+        raise InvalidValue("every token is forbidden: none can be sampled")
+    return tokens, biases
 
 
 def check_logits(largest: float) -> None:

@@ -30,8 +30,7 @@ from llamakeep.engine.request import (
     Timings,
     Update,
 )
-from llamakeep.errors import ContextOverflow
-from llamakeep.server.errors import ClientGone, too_long
+from llamakeep.server.errors import ClientGone
 from llamakeep.server.talk import Ending, Plan, Talk, ending_of
 from llamakeep.server.threads import size_of_answer
 
@@ -182,20 +181,11 @@ class Inbox:
         """Ask for all answers, or for none.
 
         Raises:
-            ApiError: For a prompt that does not fit, with both numbers.
             LlamakeepError: What the engine refuses.
         """
-        try:
-            for index, request in enumerate(requests):
-                try:
-                    ticket = engine.submit(request, self._listener(index))
-                except ContextOverflow as error:
-                    raise too_long(int(request.prompt.size), engine.n_ctx) from error
-                self._tickets.append(ticket)
-                self._open += 1
-        except BaseException:
-            self.cancel()
-            raise
+        asked = [(request, self._listener(index)) for index, request in enumerate(requests)]
+        self._tickets = engine.submit_all(asked)
+        self._open = len(asked)
 
     def _listener(self, index: int) -> Listener:
         waiting, eager = self._waiting, self._eager

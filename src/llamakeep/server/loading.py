@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -60,25 +61,31 @@ class Tenants:
     def __init__(self, namespace: Namespace, store: TreeStore) -> None:
         self._namespace = namespace
         self._store = store
-        self._digests: OrderedDict[str, bytes] = OrderedDict()
+        self._digests: OrderedDict[str, bytes] = OrderedDict()  # the one used last comes last
+        self._lock = threading.Lock()
 
     def __call__(self, salt: str) -> bytes:
         """Return what makes the states of the tenant with this salt incompatible with others.
 
         From any thread. Of a tenant that was not seen for long it is computed again.
         """
-        digest = self._digests.get(salt)
-        if digest is None:
-            namespace = self._namespace
-            if salt:
-                own = namespace.salt
-                own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
-                namespace = replace(namespace, salt=json.dumps([own, salt]))
-            digest = self._digests[salt] = namespace.digest
+        with self._lock:
+            digest = self._digests.get(salt)
+            if digest is not None:
+                self._digests.move_to_end(salt)
+                return digest
+        namespace = self._namespace
+        if salt:
+            own = namespace.salt
+            own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
+            namespace = replace(namespace, salt=json.dumps([own, salt]))
+        digest = namespace.digest
+        with self._lock:
+            self._digests[salt] = digest
             while len(self._digests) > _MOST_TENANTS:
                 self._digests.popitem(last=False)
-            for tier in self._store.below:
-                tier.introduce(digest, namespace.describe())
+        for tier in self._store.below:
+            tier.introduce(digest, namespace.describe())
         return digest
 
     def all(self) -> list[bytes]:

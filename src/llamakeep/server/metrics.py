@@ -235,7 +235,9 @@ class _Collector(Collector):
 
     def add(self, record: Record) -> None:
         """Add a request to the sums."""
-        held = record.reused_tokens + record.evaluated_tokens + record.generated_tokens
+        # What was evaluated again stands in the slot once.
+        n_prompt = min(record.reused_tokens + record.evaluated_tokens, record.prompt_tokens)
+        held = n_prompt + record.generated_tokens
         with self._lock:
             self._sums["prompt_n"] += record.evaluated_tokens
             self._sums["cache_n"] += record.reused_tokens

@@ -140,7 +140,8 @@ class NativeEncoder:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Write what is known of answers before they come, where that is little."""
-        if sum(request.prompt.size for request in requests) <= _LITTLE:
+        n_biases = sum(len(request.sampling.logit_bias) for request in requests)
+        if n_biases + sum(request.prompt.size for request in requests) <= _LITTLE:
             self._known = {index: self._asked(each) for index, each in enumerate(requests)}
 
     def _asked(self, request: Request) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
         engine.model_name,
         engine.n_slots,
         engine.n_ctx,
-        tiers_of(engine.stats()),
+        capacities_of(engine.stats()),
     )
 
 
@@ -248,7 +248,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
     )
 
 
-def tiers_of(stats: Mapping[str, Any]) -> dict[str, int | None]:
+def capacities_of(stats: Mapping[str, Any]) -> dict[str, int | None]:
     """Return where an engine keeps states, and the most bytes there, from its `stats`."""
     tiers: dict[str, int | None] = {}
     if stats.get("capacity_bytes"):

@@ -360,5 +360,5 @@ class SlotAction(_Body):
     filename: str | None = Field(default=None, description="A plain name, without a path.")
     cache_salt: Name | None = Field(
         default=None,
-        description="To restore: the salt of the requests that had filled the slot.",
+        description="The salt of the requests that filled the slot. Each salt has its own files.",
     )

@@ -1,7 +1,11 @@
-"""`/slots`: what each slot does, and saving, restoring and emptying them by hand."""
+"""`/slots`: what each slot does, and saving, restoring and emptying them by hand.
+
+What slots do is shown of all tenants, without prompts and answers; by hand, each has its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from functools import partial
 from pathlib import Path
@@ -43,6 +47,17 @@ def checked_name(name: str | None) -> str:
     ):
         raise ApiError("Invalid filename", param="filename")
     return name
+
+
+def directory_of(root: Path, salt: str) -> Path:
+    """Return where a tenant's files are: names are apart, so that nobody replaces another's.
+
+    Without a salt it is `root` itself, as in llama-server.
+    """
+    if not salt:
+        return root
+    digest = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+    return root / f"tenant-{digest[:32]}"
 
 
 def slot_json(slot: SlotInfo) -> dict[str, Any]:
@@ -112,22 +127,18 @@ def router(context: Context) -> APIRouter:
                 code=501,
             )
         slot_id = _slot_id(id_slot, engine.n_slots)
+        salt = (body.cache_salt if body else None) or ""
         if action == "erase":
-            n_erased = await run_in_threadpool(engine.slot_erase, slot_id)
+            n_erased = await run_in_threadpool(partial(engine.slot_erase, slot_id, salt=salt))
             return answer_json({"id_slot": slot_id, "n_erased": n_erased})
         if action not in ("save", "restore"):
             raise ApiError("Invalid action", param="action")
         name = checked_name(body.filename if body else None)
-        path = Path(options.slot_save_path) / name
+        path = directory_of(Path(options.slot_save_path), salt) / name
         names = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
-        salt = (body.cache_salt if body else None) or ""
-        work = (
-            partial(engine.slot_save, slot_id, path)
-            if action == "save"
-            else partial(engine.slot_restore, slot_id, path, salt=salt)
-        )
+        work = engine.slot_save if action == "save" else engine.slot_restore
         try:
-            done = await run_in_threadpool(work)
+            done = await run_in_threadpool(partial(work, slot_id, path, salt=salt))
         except (StateError, StoreError) as error:
             # Which file is to be read is the client's choice; that one can be written is ours.
             code = 400 if action == "restore" else 500
