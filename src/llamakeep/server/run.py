@@ -42,6 +42,7 @@ from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
 from llamakeep.server import anthropic_errors
 from llamakeep.server.context import NEVER_S, ServerOptions
+from llamakeep.server.hosts import is_loopback
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
 from llamakeep.server.recording import Recorder
@@ -239,6 +240,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,
+        hosts=hosts_of(settings),
         max_body_bytes=settings.max_body_bytes,
         slot_save_path=settings.slot_save_path,
         slots=settings.slots,
@@ -246,6 +248,19 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         stall_s=settings.timeout_s,
         explain_texts=settings.explain_texts,
     )
+
+
+def hosts_of(settings: ServerSettings) -> tuple[str, ...] | None:
+    """Return the names under which a server may be asked; None for all.
+
+    Where nothing is said, they are looked at if only this machine can reach the server, and nobody
+    has a key to show: then a page that is read on this machine is the one stranger that could ask.
+    Which names a server has that others reach is not known here.
+    """
+    named = settings.allowed_hosts
+    if not named and (settings.read_api_keys() or not all(map(is_loopback, settings.host))):
+        return None
+    return (*settings.host, *named)
 
 
 def tiers_of(stats: Mapping[str, Any]) -> dict[str, int | None]:

@@ -482,6 +482,16 @@ class ServerSettings:
             "machine.",
         ),
     )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            NETWORK,
+            "--allowed-hosts",
+            many(read_name, "HOST"),
+            "A name under which the server is asked, as by a proxy; * for any. Without: local "
+            "names only, if only this machine can reach it and there are no keys.",
+        ),
+    )
     metrics: bool = field(
         default=True,
         metadata=option(
