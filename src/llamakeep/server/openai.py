@@ -32,7 +32,7 @@ _MESSAGES = [{"role": "user", "content": "When was the lighthouse built?"}]
 _DEPTH = 6
 """Of a large answer's pieces: down to each token with its probabilities."""
 _COMPLETION_TOKENS = 16
-"""What `/v1/completions` generates where nothing is said: OpenAI's default."""
+"""What `/v1/completions` generates where neither request nor server says: OpenAI's default."""
 
 
 def new_id(kind: str) -> str:
@@ -116,7 +116,7 @@ def completions(context: Context) -> APIRouter:
             body,
             [Prompt(each) for each in tokens],
             encoder,
-            max_tokens=_COMPLETION_TOKENS,
+            max_tokens=_COMPLETION_TOKENS if options.n_predict is None else options.n_predict,
             n_probs=0 if body.logprobs is None else max(1, body.logprobs),
             label=answer_id,
         )

@@ -32,6 +32,7 @@ from llamakeep.server.options import (
     read_hosts,
     read_keys,
     read_layers,
+    read_name,
     read_origin,
     read_ram,
     read_scaled,
