@@ -154,7 +154,7 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
     ) -> Response:
         """Return the prompt that a conversation becomes."""
-        size = size_of([body.messages, body.tools], options.inline_chars)
+        size = size_of(body.told, options.inline_chars)
         text = await soon(options, size, lambda: conversations.text(chat_of(body)))
         return answer_json({"prompt": text})
 

@@ -17,6 +17,7 @@ from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import sampling_json
+from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import SlotAction
 from llamakeep.server.wire import answer_json
 
@@ -78,7 +79,7 @@ def slot_json(slot: SlotInfo) -> dict[str, Any]:
 
 def router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    routes = APIRouter(tags=["llama-server"])
+    routes = APIRouter(route_class=JsonRoute, tags=["llama-server"])
     engine, options = context.engine, context.options
 
     @routes.get("/slots", responses=ERRORS)
