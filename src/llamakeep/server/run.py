@@ -41,6 +41,7 @@ from llamakeep.errors import InvalidValue
 from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
 from llamakeep.server import anthropic_errors
+from llamakeep.server.connections import Door, most_connections
 from llamakeep.server.context import NEVER_S, ServerOptions
 from llamakeep.server.hosts import is_loopback
 from llamakeep.server.logs import RequestLog, tell
@@ -53,7 +54,8 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_BACKLOG = 2048
+_BACKLOG = 128
+"""Connections that the system keeps until they are taken, all at once."""
 _UNREAD_MS = 30_000
 """How long the system keeps what a client does not take after it was cut off."""
 _LAST_WORDS_S = 1
@@ -389,9 +391,12 @@ class _Run:
         self._ending = asyncio.Event()
         self._has_stopped = False
         self._front = _Front()
+        self._door = Door(most_connections(), clock=time.monotonic)
         self._server = _Server(
             uvicorn.Config(
                 self._front,
+                http=self._door.protocol(),
+                backlog=_BACKLOG,
                 lifespan="off",  # the application's own runs once it is there
                 ws="none",
                 log_config=None,
@@ -405,6 +410,7 @@ class _Run:
 
     async def run(self) -> bool:
         """Load, serve, drain, close; return whether it was told to end."""
+        asyncio.get_running_loop().set_exception_handler(self._door.hear)
         with self._hearing_signals():
             serving = asyncio.create_task(self._server.serve(sockets=self._socks))
             loading = self._start_loading()
