@@ -20,10 +20,10 @@ from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
 from llamakeep.server import context, prompts
 from llamakeep.server.absent import ABSENT
-from llamakeep.server.asking import options_for
-from llamakeep.server.constraints import SAMPLERS
 from llamakeep.server.answers import Answer, Inbox
 from llamakeep.server.app import create_app
+from llamakeep.server.asking import options_for
+from llamakeep.server.constraints import SAMPLERS
 from llamakeep.server.context import ServerOptions
 from llamakeep.server.native_json import NativeEncoder
 from llamakeep.server.schema import Delimiter, NativeCompletion
