@@ -386,13 +386,37 @@ def test_descriptions_outlive_the_process(open_store: Open) -> None:
     assert open_store().namespaces() == {NAMESPACE: {"model": "n", "rolling": True, "list": [1, 2]}}
 
 
+def test_descriptions_of_what_nothing_is_kept_of_do_not_pile_up(
+    where: Path, open_store: Open
+) -> None:
+    store = open_store()
+    fill(store)
+    store.introduce(NAMESPACE, {"model": "m"})
+    kept = [bytes([n]) * 32 for n in range(5)]
+    for namespace in kept:
+        store.introduce(namespace, {"model": namespace.hex()})
+        put(store, path([1], namespace).segment(0, 1))
+    for n in range(300):
+        store.introduce((n + 100).to_bytes(32, "big"), {"model": "asked once"})
+    assert len(store.namespaces()) < 100
+    assert len(list((where / "namespaces").iterdir())) == len(store.namespaces())
+    assert {NAMESPACE, *kept} <= store.namespaces().keys()
+    lost = (100).to_bytes(32, "big")
+    assert lost not in store.namespaces()
+    put(store, path([1], lost).segment(0, 1))
+    assert store.namespaces()[lost] == {"model": "asked once"}
+    store.check()
+
+
 def test_a_namespace_can_be_forgotten(store: DiskStore) -> None:
     fill(store)
     others = path(range(6), b"a" * 32)
     put(store, others.segment(0, 4))
     store.introduce(NAMESPACE, {"model": "m"})
-    store.forget_namespace(NAMESPACE)
+    store.forget_namespaces([NAMESPACE])
     assert list(store) == [others.segment(0, 4).name]
+    assert store.namespaces() == {}
+    put(store, PLACE)  # what comes again is described again
     assert store.namespaces() == {NAMESPACE: {"model": "m"}}
     store.check()
 
@@ -1059,7 +1083,7 @@ def test_a_directory_that_is_removed_while_it_is_used(where: Path, open_store: O
     store.touch([PLACE.name])
     store.supersede(PLACES[0].name, PLACE.name)
     store.introduce(NAMESPACE, {})
-    store.forget_namespace(NAMESPACE)
+    store.forget_namespaces([NAMESPACE])
     store.clear()
     assert (len(store), list(store), PLACE.name in store, store.used_bytes) == (0, [], False, 0)
     assert sum(n for kind, n in store.counters.items() if kind.startswith("errors_")) > 5

@@ -27,7 +27,7 @@ from llamakeep.errors import IntegrityError, InvalidValue, StoreError
 from llamakeep.states import Block, Buffer
 from llamakeep.stores import envelope
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis.index import spot_of
+from llamakeep.stores.redis.index import MAX_LISTED, spot_of
 from llamakeep.stores.redis.ledger import Entry
 from llamakeep.tokens import IntArray, PathNames, Place
 from tests.redis_servers import Cluster, Server, free_port, need_redis_server, running, wait_until
@@ -152,7 +152,7 @@ def use(store: RedisStore) -> None:
     store.touch([place.name])
     store.supersede(place.name, name_of("b"))
     store.introduce(NAMESPACE, {"model": "m"})
-    store.forget_namespace(NAMESPACE)
+    store.forget_namespaces([NAMESPACE])
     assert store.namespaces() == {}
     assert (len(store), list(store), store.entries()) == (0, [], [])
     assert store.used_bytes >= 0
@@ -1113,9 +1113,26 @@ def test_namespaces_are_described_and_their_descriptions_bounded(
     assert raw.pttl(key) > 0
 
 
+def test_descriptions_are_no_more_than_are_read(store: RedisStore, raw: Any) -> None:
+    key = store._keys.namespaces
+    raw.hset(key, mapping={f"old {n}": "{}" for n in range(MAX_LISTED + 20)})
+    store.introduce(NAMESPACE, {"model": "m"})
+    assert raw.hlen(key) in (MAX_LISTED, MAX_LISTED + 1)
+    assert raw.hexists(key, NAMESPACE)
+    raw.hdel(key, NAMESPACE)
+    store.introduce(NAMESPACE, {"model": "m"})  # it was told: costs nothing
+    assert not raw.hexists(key, NAMESPACE)
+    store.introduce(NAMESPACE, {"model": "n"})
+    assert raw.hexists(key, NAMESPACE)
+    raw.delete(key)
+    store.clear()
+    store.introduce(NAMESPACE, {"model": "n"})
+    assert raw.hexists(key, NAMESPACE)
+
+
 def test_a_namespace_that_one_client_is_done_with_stays_for_others(store: RedisStore) -> None:
     name = put(store, path_of(range(BLOCK)).segment(0, BLOCK))
-    store.forget_namespace(NAMESPACE)
+    store.forget_namespaces([NAMESPACE])
     assert holds(store, name)
 
 

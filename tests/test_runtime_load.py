@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from llamakeep.errors import InvalidValue, KeeperClosed, ModelError
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from llamakeep.runtime.llama_cpp import KV_TYPES, LlamaCppRuntime
+from llamakeep.runtime.llama_load import _NativeLog
 from llamakeep.runtime.llama_text import load_vocab
 
 Paths = Callable[[str], Path]
@@ -215,3 +218,17 @@ def test_other_settings_make_other_namespaces(tiny_model: Paths, options: dict[s
     other.close()
     with pytest.raises(KeeperClosed):
         plain.namespace_settings()
+
+
+def test_lines_of_two_threads_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    log = _NativeLog(logging.getLogger("llama.cpp.test"))
+
+    def hear(text: bytes) -> None:
+        log._hear(3, text, None)
+
+    hear(b"mine ")
+    other = threading.Thread(target=hear, args=(b"another's\n",))
+    other.start()
+    other.join()
+    hear(b"goes on\n")
+    assert caplog.messages == ["another's", "mine goes on"]

@@ -840,7 +840,7 @@ def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.
 
     async def ask() -> tuple[Any, str]:
         transport = httpx.ASGITransport(service.app)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.post("/v1/chat/completions", json=question)
             return answer.json(), (await client.get("/metrics")).text
 
@@ -864,7 +864,9 @@ def test_slots_are_saved_in_a_directory_that_was_named_relatively(
     def ask(path: str, body: dict[str, Any]) -> httpx.Response:
         async def post() -> httpx.Response:
             transport = httpx.ASGITransport(service.app)  # type: ignore[arg-type]
-            async with httpx.AsyncClient(transport=transport, base_url="http://s") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
                 return await client.post(path, json=body)
 
         return asyncio.run(post())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -237,3 +238,25 @@ def test_nobody_waits_for_a_pipe_that_is_not_read(monkeypatch: pytest.MonkeyPatc
     assert told == [f"line {number}" for number in range(len(told))]
     assert len(told) >= 5
     assert handler.dropped == 20 - len(told)
+
+
+def test_lines_that_were_dropped_are_told() -> None:
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(2)
+    handler = logs._Queued(lines)
+    handler.setFormatter(logs.JsonLines())
+
+    def log(number: int) -> None:
+        handler.handle(logs.logger.makeRecord("llamakeep", 20, "", 0, f"line {number}", (), None))
+
+    def told() -> list[dict[str, Any]]:
+        return [json.loads(lines.get_nowait().getMessage()) for _ in range(lines.qsize())]
+
+    for number in range(5):
+        log(number)
+    assert [each["message"] for each in told()] == ["line 0", "line 1"]
+    log(5)
+    lost, line = told()
+    assert (lost["event"], lost["dropped_lines"], lost["level"]) == ("dropped", 3, "warning")
+    assert line["message"] == "line 5"
+    log(6)
+    assert [each["message"] for each in told()] == ["line 6"]

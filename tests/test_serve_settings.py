@@ -332,6 +332,35 @@ def test_how_a_model_is_loaded(said: dict[str, Any], mapped: bool, locked: bool)
     assert (settings.use_mmap, settings.use_mlock) == (mapped, locked)
 
 
+IDLE = [
+    ({"cache": "off", "cache_ram_bytes": "8"}, "--cache-ram"),
+    ({"cache": "off", "policy": "lru"}, "--policy"),
+    ({"cache": "off", "ctx_checkpoints": "4"}, "--ctx-checkpoints"),
+    ({"cache": "off", "checkpoint_min_step": "4"}, "--checkpoint-min-step"),
+    ({"cache": "prompt", "align": "64"}, "--align"),
+    ({"allow_unauthenticated": True}, "--allow-unauthenticated"),
+]
+
+
+@pytest.mark.parametrize(("flags", "flag"), IDLE)
+def test_what_changes_nothing_beside_others_is_told(flags: dict[str, Any], flag: str) -> None:
+    (notice,) = of(**flags).notices
+    assert notice.startswith(f"{flag} changes nothing: ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cache": "off"},
+        {"cache": "prompt", "cache_ram_bytes": "8", "ctx_checkpoints": "4", "policy": "upstream"},
+        {"align": "64", "policy": "oldest", "cache_ram_bytes": "0"},
+        {"allow_unauthenticated": True, "redis_url": "redis://localhost"},
+    ],
+)
+def test_nothing_is_told_of_what_has_an_effect(flags: dict[str, Any]) -> None:
+    assert of(**flags).notices == ()
+
+
 def test_defaults_of_requests() -> None:
     assert of().sampling == {}
     chosen = of(temperature="0.2", top_k="-1", seed="5", repeat_penalty="1.1", min_p="0").sampling

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llamakeep.chat_template import ChatTemplate
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.server.conversation import Conversations
+from llamakeep.server.errors import ApiError
 from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.schema import TemplateFields
 
@@ -147,3 +148,27 @@ def test_the_starts_are_those_of_the_whole_conversation() -> None:
 def test_a_template_that_does_not_show_the_last_message_is_told() -> None:
     with pytest.raises(Exception, match="does not show the last message"):
         text_of("x", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+
+
+WELL = {"type": "text", "text": "Well"}
+NOTHING = {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize("content", [[WELL], [WELL, NOTHING], [NOTHING, WELL, NOTHING, NOTHING]])
+def test_empty_texts_at_the_end_are_no_end(content: list[dict[str, str]]) -> None:
+    assert text_of(content).strip().endswith("Well")
+
+
+@pytest.mark.parametrize("content", [None, "", [], [NOTHING]])
+def test_a_message_with_nothing_in_it_begins_an_answer(content: Any) -> None:
+    assert text_of(content) == BEFORE
+
+
+@pytest.mark.parametrize(
+    "last",
+    [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text"}, "Well", 7, None],
+)
+def test_what_was_said_is_not_dropped_where_something_else_follows(last: Any) -> None:
+    with pytest.raises(ApiError, match=r"'messages\.1\.content\.1' is no text") as raised:
+        text_of([WELL, last])
+    assert raised.value.code == 400

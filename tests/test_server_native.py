@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from llamakeep.chat import find_starts
+from llamakeep.engine import Engine, Request
 from llamakeep.runtime.base import Part
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.fake_text import BOS
 from llamakeep.sampling import Sampling
 from llamakeep.server import context, prompts
 from llamakeep.server.absent import ABSENT
+from llamakeep.server.answers import Answer, Inbox
+from llamakeep.server.app import create_app
 from llamakeep.server.asking import options_for
 from llamakeep.server.constraints import SAMPLERS
+from llamakeep.server.context import ServerOptions
+from llamakeep.server.native_json import NativeEncoder
 from llamakeep.server.schema import Delimiter, NativeCompletion
 from llamakeep.server.slots import checked_name, slot_json
-from tests.server_tools import HELLO, ONLY_A, Served, served
+from llamakeep.server.sse import EventStream
+from llamakeep.tokens import as_tokens
+from tests.engine_tools import GREEDY, engine_of
+from tests.server_tools import HELLO, ONLY_A, TIMEOUT_S, Served, served
 
 PROMPT = "The lighthouse was built in"
 TIMINGS = {
@@ -606,6 +618,33 @@ def test_a_client_that_hangs_up_in_the_queue_is_never_answered(roomy: Served) ->
         assert (record.stop, record.slot) == ("cancelled", None)
 
 
+@pytest.mark.parametrize(("n_predict", "backlog"), [(10, 100), (10, 3), (-1, 3)])
+def test_a_stream_that_is_cut_off_says_so(n_predict: int, backlog: int) -> None:
+    """The event loop stands still until more updates wait than may, or all of them."""
+    body = NativeCompletion(**LONG | {"n_predict": n_predict})
+
+    async def events(engine: Engine) -> list[dict[str, Any]]:
+        request = Request(as_tokens([65]), max_tokens=body.limit(None), sampling=GREEDY)
+        inbox = Inbox(backlog)
+        inbox.submit(engine, [request])
+        until = time.monotonic() + TIMEOUT_S
+        while len(inbox._waiting) < 6 or (n_predict > 0 and not engine.recent()):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        await asyncio.sleep(0)  # now the loop hears of them
+        encoder = NativeEncoder(body, engine.vocab, "m")
+        stream = EventStream(inbox, (), [Answer(request, 0)], encoder, ServerOptions())
+        parts = [bytes(part) async for part in stream.body_iterator]  # type: ignore[arg-type]
+        return [json.loads(each[6:]) for each in b"".join(parts).split(b"\n\n") if each]
+
+    with engine_of(n_ctx=1 << 18) as engine:
+        found = asyncio.run(events(engine))
+    if n_predict > 0:  # it is complete, and as large as it may be
+        assert found[-1]["stop_type"] == "limit"
+    else:
+        assert [each["error"]["code"] for each in found] == [503]
+
+
 @pytest.mark.parametrize("options", [{"stall_s": 0.2}, {"backlog": 4}])
 def test_a_client_that_stops_reading_is_cut_off(options: dict[str, float]) -> None:
     with (
@@ -632,6 +671,44 @@ def test_more_answers_than_there_is_ever_room_for_are_refused_for_good(roomy: Se
         assert error["message"] == (
             "3 answers are asked for at once, and there is room for 2: 1 in slots, 1 in the queue"
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"content": None}), ("/detokenize", {"tokens": None})]
+)
+def test_null_is_as_absent(server: Served, path: str, body: dict[str, Any]) -> None:
+    assert server.answer(path, **body) == server.answer(path)
+
+
+def test_the_settings_of_an_answer_can_be_sent_back(server: Served) -> None:
+    asked = {"prompt": "Hi", "n_predict": 3, "logit_bias": {"65": 1000, "66": False}}
+    first = server.answer("/completion", **asked, seed=7, stop=["x"])
+    settings = first["generation_settings"]
+    again = server.answer("/completion", prompt="Hi", **settings)
+    assert again["generation_settings"] == settings
+    assert again["content"] == first["content"] == "AAA"
+
+
+def test_every_answer_has_a_name_of_its_own_in_the_log(server: Served) -> None:
+    names = set()
+    for _ in range(2):
+        server.answer("/completion", prompt="Hi", n_predict=1)
+        names.add(server.engine.recent()[0].label)
+    assert len(names) == 2
+    assert all(name.startswith("completion-") for name in names)
+
+
+def test_what_nobody_expected_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with engine_of() as engine:
+        engine.stats = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        for told in (True, False):
+            client = TestClient(create_app(engine), raise_server_exceptions=told)
+            if told:  # to the server, which logs it
+                with pytest.raises(ZeroDivisionError):
+                    client.get("/cache")
+            else:
+                assert client.get("/cache").json()["error"]["message"] == "internal error"
+    assert not caplog.records
 
 
 def test_a_silent_stream_speaks_now_and_then() -> None:

@@ -163,6 +163,17 @@ def test_samplings_defaults_are_openais(server: Served) -> None:
     assert (settings["top_k"], settings["min_p"]) == (7, 0.2)
 
 
+@pytest.mark.parametrize(
+    ("of_server", "of_request", "n"), [(None, {}, 16), (40, {}, 40), (40, {"max_tokens": 3}, 3)]
+)
+def test_how_much_a_completion_generates(
+    of_server: int | None, of_request: dict[str, int], n: int
+) -> None:
+    with served(n_predict=of_server) as server:
+        answer = server.answer("/v1/completions", prompt="Hi", logit_bias=ONLY_A, **of_request)
+    assert answer["usage"]["completion_tokens"] == n
+
+
 # -- completions -----------------------------------------------------------------------------------
 def test_a_completion_is_answered_in_openais_shape(server: Served) -> None:
     answer = server.answer(TEXT, prompt="Hi", max_tokens=3, logit_bias=ONLY_A)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from llamakeep.server.app import create_app
-from llamakeep.server.routing import JsonRoute, add_routes, model_of
+from llamakeep.server.routing import MOST_VALUES, JsonRoute, add_routes, check_values, model_of
 from tests.engine_tools import engine_of
 
 
@@ -87,3 +88,29 @@ def test_what_is_asked_most_takes_the_short_way() -> None:
         route = routes[path]
         assert isinstance(route, JsonRoute)
         assert model_of(route.endpoint) is not None
+
+
+@pytest.mark.parametrize("path", ["/completion", "/tokenize", "/slots/0?action=save"])
+@pytest.mark.parametrize("values", ["[],", "1,", '{"":0},'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(
+    path: str, values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = values * (MOST_VALUES // sum(values.count(each) for each in ",:[{") + 1)
+    body = f'{{"x": [{many}0]}}'.encode()
+
+    def never(_data: bytes) -> None:
+        raise AssertionError("it was read")
+
+    with engine_of() as engine:
+        client = TestClient(create_app(engine))
+        monkeypatch.setattr(json, "loads", never)
+        response = client.post(path, content=body)
+        monkeypatch.undo()
+        assert response.status_code == 413
+        assert f"{MOST_VALUES:,} values" in response.json()["error"]["message"]
+
+
+def test_a_long_text_is_not_many_values() -> None:
+    text = "Well, this is prose, as people write it: long, and longer. " * 200_000
+    check_values(json.dumps({"prompt": text}).encode())
+    check_values(json.dumps({"prompt": list(range(1_000_000))}).encode())

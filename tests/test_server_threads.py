@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamakeep.chat_template import ChatTemplate
 from llamakeep.server import native_json, openai_json, prompts, wire
 from llamakeep.server.context import ServerOptions
 from llamakeep.server.threads import size_of
@@ -68,7 +70,7 @@ def test_what_is_deep_is_counted_without_recursion() -> None:
 def test_the_bound_changes_only_how_far_it_is_counted(value: object, most: int) -> None:
     def whole(one: object) -> int:
         if isinstance(one, dict):
-            return 136 + sum(map(whole, one.values()))
+            return 136 + sum(whole(key) + whole(each) for key, each in one.items())
         if isinstance(one, list):
             return 8 + sum(map(whole, one))
         return 8 + (len(one) if isinstance(one, str) else 0)
@@ -107,6 +109,54 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(openai_json, "probs_json", noting(openai_json.probs_json))
     monkeypatch.setattr(openai_json, "legacy_logprobs", noting(openai_json.legacy_logprobs))
     return names
+
+
+LARGE = "x" * MOST
+TEMPLATED = [
+    {"tools": [{"type": "function", "function": {"name": "f", "description": LARGE}}]},
+    {"chat_template_kwargs": {"x": LARGE}},
+    {"chat_template_kwargs": {LARGE: 1}},
+]
+
+
+@pytest.mark.parametrize("more", TEMPLATED, ids=["tools", "value", "key"])
+@pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])
+def test_a_template_is_filled_in_a_thread_whatever_is_long(
+    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    render = ChatTemplate.render_chat
+
+    def noting(*given: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return render(*given, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render_chat", noting)
+    with served() as server:
+        server.answer(path, messages=HELLO)
+        server.answer(path, messages=HELLO, **more)
+    assert names[0] != WORKER == names[1]
+
+
+def test_a_long_body_is_read_in_a_thread_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    loads = json.loads
+
+    def noting(data: bytes | str) -> Any:
+        if b"find me" in data if isinstance(data, bytes) else "find me" in data:
+            names.append(threading.current_thread().name)
+        return loads(data)
+
+    with served() as server:
+        monkeypatch.setattr(json, "loads", noting)
+        padding = b" " * 100_000
+        for body in (b'{"content": "find me"%s}', b'{"tokens": 7, "find me": 1%s}', b'"find me%s'):
+            for more in (b"", padding):
+                path = "/detokenize" if b"tokens" in body else "/tokenize"
+                server.raw(path, body % more)
+        monkeypatch.undo()
+    assert len(names) == 6
+    assert [name == WORKER for name in names] == [False, True] * 3
 
 
 ENDPOINTS = [

@@ -397,8 +397,10 @@ def test_a_namespace_is_forgotten_in_a_tier_of_our_own(tier: Tier, kind: Kind) -
     ours, theirs = path_of(range(8)), path_of(range(8), OTHER)
     places = [ours.segment(0, 4), ours.segment(4, 8), ours.checkpoint(4, 8)]
     put(tier, *places, theirs.segment(0, 4))
-    tier.forget_namespace(NAMESPACE)
-    tier.forget_namespace(blake3(b"unknown").digest())
+    tier.introduce(NAMESPACE, DESCRIPTION)
+    tier.introduce(OTHER, {})
+    tier.forget_namespaces([NAMESPACE, blake3(b"unknown").digest()])
+    assert tier.namespaces().keys() == ({OTHER} if kind.is_ours else {NAMESPACE, OTHER})
     agrees(tier, [] if kind.is_ours else places, range(8))
     assert found(tier, range(8), OTHER) == {theirs.segment(0, 4).name}
     tier.check()
@@ -445,7 +447,7 @@ def test_after_close_everything_is_a_miss_and_closing_again_does_nothing(
     tier.touch(names)
     tier.supersede(*names)
     tier.introduce(OTHER, {})
-    tier.forget_namespace(NAMESPACE)
+    tier.forget_namespaces([NAMESPACE])
     assert tier.used_bytes >= 0
     tier.close()
     again = start()
@@ -559,7 +561,7 @@ class TierAgainstDict(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1))
     def forget_namespace(self, who: int) -> None:
-        self.tiers[who].forget_namespace(NAMESPACE)
+        self.tiers[who].forget_namespaces([NAMESPACE])
         if self.kind.is_ours:
             self.model.clear()
 

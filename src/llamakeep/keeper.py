@@ -258,10 +258,8 @@ class Keeper:
     def _use_namespace(self, namespace: Namespace) -> None:
         """Keep and find what belongs to `namespace` from now on."""
         self._namespace, self._sequence.namespace = namespace, namespace.digest
-        if namespace.digest not in self._introduced:
-            self._introduced.add(namespace.digest)
-            for tier in self._tree.store.below:
-                tier.introduce(namespace.digest, namespace.describe())
+        self._introduced.add(namespace.digest)
+        self._tree.store.introduce(namespace.digest, namespace.describe())
 
     def detach(self) -> None:
         """Give the `Llama` its own methods back and free what was kept. Again: does nothing.

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,21 +135,25 @@ def flash_type(flash_attn: FlashAttention) -> int:
 
 
 class _NativeLog:
-    """Hands what llama.cpp logs, whole lines of it, to a logger. Called from any thread."""
+    """Hands what llama.cpp logs, whole lines of it, to a logger. Called from any thread.
+
+    A thread's lines are its own: one that is not complete does not go on with another's.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._line, self._level = "", logging.DEBUG
+        self._of_thread = threading.local()
         self.callback = llama_cpp.llama_log_callback(self._hear)
 
     def _hear(self, level: int, text: bytes | None, _user_data: Any) -> None:
         try:
+            mine = self._of_thread
             if level in _LOG_LEVELS:  # else it goes on with the line before
-                self._level = _LOG_LEVELS[level]
-            self._line += (text or b"").decode("utf-8", "replace")
-            *lines, self._line = self._line.split("\n")
+                mine.level = _LOG_LEVELS[level]
+            begun = getattr(mine, "line", "") + (text or b"").decode("utf-8", "replace")
+            *lines, mine.line = begun.split("\n")
             for line in filter(str.strip, lines):
-                self._logger.log(self._level, "%s", line.strip())
+                self._logger.log(getattr(mine, "level", logging.DEBUG), "%s", line.strip())
         except Exception:  # nobody above could catch it
             logging.getLogger("llamakeep").exception("a line of llama.cpp was lost")
 

@@ -1,13 +1,19 @@
-"""Flags of llama-server that scripts have, and that change nothing here.
+"""Flags that change nothing: those of llama-server that scripts have, and ours beside some others.
 
-They are taken, with a line that says why, so that a script for llama-server starts this one, too.
+They are taken, with a line that says why: a script for llama-server starts this one, too, and
+nobody waits for what a flag will never do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llamakeep.server.options import env_of
+
+if TYPE_CHECKING:
+    from llamakeep.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +83,50 @@ ACCEPTED = (
 )
 """Its lines, in the order of llama-server's help."""
 BY_NAME = {each.name: each for each in ACCEPTED}
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """An option that changes nothing beside others.
+
+    Attributes:
+        name: The option's.
+        why: Goes on after its name: "changes nothing: ...".
+        beside: Whether the others are there.
+    """
+
+    name: str
+    why: str
+    beside: Callable[[ServerSettings], bool]
+
+
+def _keeps_nothing(settings: ServerSettings) -> bool:
+    return settings.cache == "off"
+
+
+IDLE = (
+    *(
+        Idle(name, "--cache off keeps nothing", _keeps_nothing)
+        for name in ("cache_ram_bytes", "policy", "ctx_checkpoints", "checkpoint_min_step")
+    ),
+    Idle(
+        "align",
+        "--cache prompt resumes where a prompt parts, as llama-server does",
+        lambda settings: settings.cache == "prompt",
+    ),
+    Idle(
+        "allow_unauthenticated",
+        "no server is shared with others; --redis-url names one",
+        lambda settings: settings.redis_url is None,
+    ),
+)
+"""Options that change nothing, and when."""
+
+
+def idle_notices(settings: ServerSettings) -> list[str]:
+    """Return what to say of options that were given and change nothing beside the others."""
+    return [
+        f"{settings.where(each.name)} changes nothing: {each.why}"
+        for each in IDLE
+        if each.name in settings.sources and each.beside(settings)
+    ]

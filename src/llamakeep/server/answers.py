@@ -202,10 +202,15 @@ class Inbox:
 
     def _wake(self) -> None:
         self._woken = False
-        if self._eager and len(self._waiting) > self._backlog:
+        if self._eager and len(self._waiting) > self._backlog and not self._are_all_there():
             self.overflown = True
             self.cancel()
         self._event.set()
+
+    def _are_all_there(self) -> bool:
+        """Whether nothing more will come."""
+        ends = sum(isinstance(update, Finished | Failed) for _, update in self._waiting.copy())
+        return ends >= self._open
 
     def poke(self) -> None:
         """Let `take` return, with nothing if nothing came."""

@@ -24,6 +24,7 @@ from llamakeep.server.context import Context, Exposition, ServerOptions
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS
 from llamakeep.server.errors import ApiError
+from llamakeep.server.hosts import Hosts
 from llamakeep.server.limits import Limits
 from llamakeep.server.origins import Origins
 from llamakeep.server.routing import add_routes
@@ -101,7 +102,12 @@ def create_app(
         return Response(text, headers=headers)
 
     # The last one added comes first: a page's preflight carries no key.
-    app.add_middleware(Limits, max_body_bytes=options.max_body_bytes, api_keys=options.api_keys)
+    app.add_middleware(
+        Limits,
+        max_body_bytes=options.max_body_bytes,
+        api_keys=options.api_keys,
+        hosts=None if options.hosts is None else Hosts(options.hosts, options.cors),
+    )
     if options.cors:
         app.add_middleware(Origins, origins=options.cors)
     return app

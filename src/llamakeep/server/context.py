@@ -37,6 +37,8 @@ class ServerOptions:
         n_predict: Tokens to generate where a request does not say; None for no limit.
         api_keys: A request must have one of them; none for no check.
         cors: Origins of pages that may ask; `*` for all.
+        hosts: Names under which the server may be asked, beside local ones and addresses; then only
+            local pages and those of `cors` may ask. None for no check.
         max_body_bytes: A larger request is refused before it is read.
         max_prompts: Most answers of one request: its prompts times `n`.
         slot_save_path: Where slots are saved; None to refuse it.
@@ -64,6 +66,7 @@ class ServerOptions:
     n_predict: int | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     max_body_bytes: int = 16 * MIB
     max_prompts: int = 128
     slot_save_path: Path | None = None

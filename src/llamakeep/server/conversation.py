@@ -214,7 +214,10 @@ class Conversations:
         check_messages(chat.messages)
         goes_on = _goes_on(chat, prefill=self._prefill)
         messages, tools = self._told(chat)
-        beginning = _last_text(messages[-1]) if goes_on else ""
+        beginning = ""
+        if goes_on:
+            messages = [*messages[:-1], _without_empty_end(messages[-1])]
+            beginning = _last_text(messages[-1], len(messages) - 1)
         if goes_on and not beginning:
             messages, goes_on = messages[:-1], False
         if goes_on:
@@ -304,13 +307,32 @@ def _goes_on(chat: Chat, *, prefill: bool) -> bool:
     return not messages[-1].get("tool_calls")
 
 
-def _last_text(message: Mapping[str, Any]) -> str:
-    """Return the text that a message ends with."""
+def _without_empty_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message without the texts at its end that are empty."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    n_parts = len(content)
+    while n_parts and content[n_parts - 1] == {"type": "text", "text": ""}:
+        n_parts -= 1
+    return {**message, "content": content[:n_parts]}
+
+
+def _last_text(message: Mapping[str, Any], index: int) -> str:
+    """Return the text that a message ends with; "" for one that has nothing in it.
+
+    Raises:
+        ApiError: For one that ends with something else: no answer can go on from there.
+    """
     content = message.get("content") or ""
-    if isinstance(content, list):
-        last = content[-1]
-        content = last.get("text") if isinstance(last, dict) else ""
-    return content if isinstance(content, str) else ""
+    if isinstance(content, str):
+        return content
+    last = content[-1]
+    text = last.get("text") if isinstance(last, dict) else None
+    if not isinstance(text, str):
+        where = f"messages.{index}.content.{len(content) - 1}"
+        raise ApiError(f"'{where}' is no text, and an answer goes on with a text only", param=where)
+    return text
 
 
 def _mark(text: str) -> str:

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from llamakeep import errors as raised
 from llamakeep.errors import LlamakeepError
@@ -34,8 +35,12 @@ NOT_FOUND = "not_found_error"
 NOT_SUPPORTED = "not_supported_error"
 UNAVAILABLE = "unavailable_error"
 TOO_LONG = "exceed_context_size_error"
+FORBIDDEN = "permission_error"
 
-_TYPES = {401: AUTHENTICATION, 404: NOT_FOUND, 501: NOT_SUPPORTED, 503: UNAVAILABLE}
+GONE = 499
+"""The status of an answer that nobody waits for any more; for counts only."""
+
+_TYPES = {401: AUTHENTICATION, 403: FORBIDDEN, 404: NOT_FOUND, 501: NOT_SUPPORTED, 503: UNAVAILABLE}
 _UNREADABLE = "the request body must be JSON that can be read (Content-Type: application/json)"
 _NO_OBJECT = "the request body must be a JSON object (with Content-Type: application/json)"
 
@@ -142,6 +147,14 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, RecursionError):
         return ApiError("the request is nested too deeply")
     _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    return _internal()
+
+
+def _gone() -> ApiError:
+    return ApiError("the client went away", code=GONE)
+
+
+def _internal() -> ApiError:
     return ApiError("internal error", code=500)
 
 
@@ -190,13 +203,18 @@ def install(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             return invalid(error, path).response(path)
         if isinstance(error, HTTPException):
+            if isinstance(error.__cause__, ClientDisconnect):  # so FastAPI says it
+                return _gone().response(path)
             response = _http(error).response(path)
             response.headers.update(error.headers or {})
             return response
         return api_error(error).response(path)
 
     async def gone(request: Request, __: Exception) -> JSONResponse:
-        return ApiError("the client went away", code=499).response(request.url.path)
+        return _gone().response(request.url.path)
+
+    async def unexpected(request: Request, __: Exception) -> JSONResponse:
+        return _internal().response(request.url.path)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[JSONResponse]]] = {
         RequestValidationError: answer,
@@ -206,7 +224,8 @@ def install(app: FastAPI) -> None:
         UnicodeEncodeError: answer,
         RecursionError: answer,
         ClientGone: gone,
-        Exception: answer,  # raised again afterwards, so that the server logs it
+        ClientDisconnect: gone,  # with its body not complete
+        Exception: unexpected,  # raised again afterwards, so that the server logs it
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamakeep.server.errors import ApiError
+from llamakeep.server.hosts import Hosts
 
 _log = logging.getLogger("llamakeep")
 
@@ -33,6 +34,7 @@ class Limits:
             as soon as it is too large.
         body_s: A body of which nothing comes for so many seconds is a 408.
         api_keys: One of them must be in `Authorization: Bearer` or `X-Api-Key`; none for no check.
+        hosts: Says under which names it may be asked, and by which pages; None for no check.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class Limits:
         max_body_bytes: int,
         body_s: float = 30.0,
         api_keys: Iterable[str] = (),
+        hosts: Hosts | None = None,
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._body_s = body_s
+        self._hosts = hosts
         # Digests have one length, so that comparing them tells nothing about the keys.
         self._keys = [_digest(key) for key in api_keys]
 
@@ -56,6 +60,8 @@ class Limits:
             return
         headers = Headers(scope=scope)
         try:
+            if self._hosts is not None:
+                self._hosts.check(headers)
             self._check_key(scope["path"], headers)
             self._check_length(headers)
             _check_page(scope, headers)
@@ -67,11 +73,8 @@ class Limits:
     def _check_key(self, path: str, headers: Headers) -> None:
         if not self._keys or path in PUBLIC:
             return
-        given = headers.get("authorization") or headers.get("x-api-key") or ""
-        if given[: len(_BEARER)].lower() == _BEARER:
-            given = given[len(_BEARER) :]
-        digest = _digest(given)
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all, always
+        given = [_digest(each) for each in _keys_in(headers)]
+        matches = [hmac.compare_digest(one, key) for one in given for key in self._keys]  # always
         if not any(matches):
             _log.warning("a request without a valid API key was refused")
             raise ApiError("Invalid API Key", code=401)
@@ -103,6 +106,14 @@ class Limits:
             return message
 
         return count
+
+
+def _keys_in(headers: Headers) -> tuple[str, str]:
+    """Return what may be a key: `Authorization` of any scheme does not hide `X-Api-Key`."""
+    given = headers.get("authorization", "")
+    if given[: len(_BEARER)].lower() == _BEARER:
+        given = given[len(_BEARER) :].strip()
+    return given, headers.get("x-api-key", "")
 
 
 def _check_page(scope: Scope, headers: Headers) -> None:

@@ -26,6 +26,7 @@ from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.server.settings import ServerSettings
 from llamakeep.stores.base import TreeStore
+from llamakeep.stores.descriptions import MOST_DESCRIBED
 from llamakeep.stores.disk import layout
 from llamakeep.stores.envelope import seal_key
 from llamakeep.tiers import TierSettings
@@ -35,8 +36,8 @@ T = TypeVar("T")
 
 SEGMENT_TOKENS = 256
 """Longest span that is kept as one piece, as with `attach`: so both can share what is on disk."""
-_MOST_TENANTS = 4_096
-"""Tenants whose namespace is remembered."""
+_SERVER_SALT = "server_salt_id"
+"""In the description of a tenant: the `salt_id` of the server itself, of which it is one."""
 
 
 def _in_a_thread(load: Callable[[], T]) -> T:
@@ -51,7 +52,10 @@ def _in_a_thread(load: Callable[[], T]) -> T:
 
 
 class Tenants:
-    """The namespaces of one server's tenants, each made known to the tiers below when first used.
+    """The namespaces of one server's tenants. From any thread.
+
+    The tiers below hear of one with the first state that they get of it: clients choose how many
+    there are, and most of what they ask leaves nothing.
 
     Args:
         namespace: Of the server itself, whose salt all tenants have.
@@ -61,50 +65,57 @@ class Tenants:
     def __init__(self, namespace: Namespace, store: TreeStore) -> None:
         self._namespace = namespace
         self._store = store
-        self._digests: OrderedDict[str, bytes] = OrderedDict()  # the one used last comes last
         self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[bytes, dict[str, Any]]] = OrderedDict()
 
     def __call__(self, salt: str) -> bytes:
         """Return what makes the states of the tenant with this salt incompatible with others.
 
-        From any thread. Of a tenant that was not seen for long it is computed again.
+        Of a tenant that was not seen for long it is computed again.
         """
         with self._lock:
-            digest = self._digests.get(salt)
-            if digest is not None:
-                self._digests.move_to_end(salt)
-                return digest
+            found = self._known.get(salt)
+            if found is None:
+                found = self._known[salt] = self._of(salt)
+                if len(self._known) > MOST_DESCRIBED:
+                    self._known.popitem(last=False)
+            else:
+                self._known.move_to_end(salt)
+        self._store.introduce(*found)
+        return found[0]
+
+    def _of(self, salt: str) -> tuple[bytes, dict[str, Any]]:
+        """Return the namespace of a tenant and its description."""
         namespace = self._namespace
-        if salt:
-            own = namespace.salt
-            own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
-            namespace = replace(namespace, salt=json.dumps([own, salt]))
-        digest = namespace.digest
-        with self._lock:
-            self._digests[salt] = digest
-            while len(self._digests) > _MOST_TENANTS:
-                self._digests.popitem(last=False)
-        for tier in self._store.below:
-            tier.introduce(digest, namespace.describe())
-        return digest
+        if not salt:
+            return namespace.digest, namespace.describe()
+        own = namespace.salt
+        own = own.decode("utf-8", "surrogatepass") if isinstance(own, bytes) else own
+        of_tenant = replace(namespace, salt=json.dumps([own, salt]))
+        said = {**of_tenant.describe(), _SERVER_SALT: namespace.describe()["salt_id"]}
+        return of_tenant.digest, said
 
     def all(self) -> list[bytes]:
-        """Return every namespace in the tiers below of this model and these settings.
+        """Return every namespace of this model, these settings and this server's own salt.
 
-        Those of earlier processes are among them, whatever salt they had.
+        Those in the tiers below, whatever process put them there, and those of the tenants that
+        were seen last.
         """
-        mine = _without_tenant(self._namespace.describe())
-        return [
-            digest
-            for tier in self._store.below
-            for digest, description in tier.namespaces().items()
-            if _without_tenant(description) == mine
-        ]
+        mine = _of_server(self._namespace.describe())
+        with self._lock:
+            found = {digest for digest, _ in self._known.values()}
+        for tier in self._store.below:
+            for digest, description in tier.namespaces().items():
+                if _of_server(description) == mine:
+                    found.add(digest)
+        return sorted(found)
 
 
-def _without_tenant(description: Mapping[str, Any]) -> dict[str, Any]:
-    of_a_tenant = ("digest", "salted", "salt_id")
-    return {name: value for name, value in description.items() if name not in of_a_tenant}
+def _of_server(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a description has in common with those of all tenants of one server."""
+    of_a_tenant = ("digest", "salted", "salt_id", _SERVER_SALT)
+    said = {name: value for name, value in description.items() if name not in of_a_tenant}
+    return said | {_SERVER_SALT: description.get(_SERVER_SALT, description.get("salt_id"))}
 
 
 def load_engine(

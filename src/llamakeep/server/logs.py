@@ -163,17 +163,37 @@ class JsonLines(logging.Formatter):
 class _Queued(logging.handlers.QueueHandler):
     """Hands lines to a thread that writes them, and drops those that nobody reads in time.
 
+    How many were dropped is a line before the next one that is not.
+
     Attributes:
         dropped: How many.
     """
 
     dropped = 0
+    _told = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
+            if self.dropped > self._told:
+                self.queue.put_nowait(self.prepare(_lost(self.dropped - self._told)))
+                self._told = self.dropped
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+
+
+def _lost(n_lines: int) -> logging.LogRecord:
+    """Return a record that says how many lines were dropped."""
+    return logger.makeRecord(
+        logger.name,
+        logging.WARNING,
+        __file__,
+        0,
+        "%s",
+        (f"{n_lines:,} lines before this one were dropped: nobody read the log",),
+        None,
+        extra={"event": "dropped", "fields": {"dropped_lines": n_lines}},
+    )
 
 
 def configure(

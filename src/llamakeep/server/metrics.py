@@ -25,6 +25,7 @@ from llamakeep import errors
 from llamakeep.engine import Observer, Record
 from llamakeep.engine.request import steps_of
 from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
+from llamakeep.server.errors import GONE
 
 logger = logging.getLogger("llamakeep")
 
@@ -151,6 +152,8 @@ class Metrics(Observer):
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP request by its path and status."""
         kind = f"{status // 100}xx" if 100 <= status < 600 else OTHER
+        if status == GONE:
+            kind = "gone"
         self._http.labels(endpoint_of(path), kind).inc()
         if status in _REFUSED_BY:
             self._refuse(_REFUSED_BY[status])

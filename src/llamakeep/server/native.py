@@ -17,6 +17,7 @@ from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import NativeEncoder, sampling_json
+from llamakeep.server.openai import new_id
 from llamakeep.server.openai_tools import chat_of
 from llamakeep.server.prompts import Prompt, starts_of, tokenize_mixed, tokenize_prompts
 from llamakeep.server.routing import JsonRoute
@@ -72,7 +73,7 @@ def completions(context: Context) -> APIRouter:
             sampling=sampling,
             max_tokens=options.n_predict,
             n_probs=n_probs,
-            label="completion",
+            label=new_id("completion-"),
         )
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:
@@ -114,7 +115,7 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
         def tokens_of() -> list[Any]:
             tokens = tokenize_mixed(
                 vocab,
-                body.content,
+                content,
                 "content",
                 add_special=bool(body.add_special),
                 parse_special=body.parse_special is not False,
@@ -153,7 +154,7 @@ def texts(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=[{"role": "user", "content": "Hello"}])],
     ) -> Response:
         """Return the prompt that a conversation becomes."""
-        size = size_of([body.messages, body.tools], options.inline_chars)
+        size = size_of(body.told, options.inline_chars)
         text = await soon(options, size, lambda: conversations.text(chat_of(body)))
         return answer_json({"prompt": text})
 

@@ -32,7 +32,7 @@ _MESSAGES = [{"role": "user", "content": "When was the lighthouse built?"}]
 _DEPTH = 6
 """Of a large answer's pieces: down to each token with its probabilities."""
 _COMPLETION_TOKENS = 16
-"""What `/v1/completions` generates where nothing is said: OpenAI's default."""
+"""What `/v1/completions` generates where neither request nor server says: OpenAI's default."""
 
 
 def new_id(kind: str) -> str:
@@ -116,7 +116,7 @@ def completions(context: Context) -> APIRouter:
             body,
             [Prompt(each) for each in tokens],
             encoder,
-            max_tokens=_COMPLETION_TOKENS,
+            max_tokens=_COMPLETION_TOKENS if options.n_predict is None else options.n_predict,
             n_probs=0 if body.logprobs is None else max(1, body.logprobs),
             label=answer_id,
         )
@@ -137,7 +137,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         constraints.refuse(body.model_extra)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        size = size_of([body.messages, body.tools], options.inline_chars)
+        size = size_of(body.told, options.inline_chars)
         said, where = said_of(body)
         if said is not None:  # a schema that is new takes long
             size = options.inline_chars + 1
@@ -163,7 +163,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         body: Annotated[ApplyTemplate, example(messages=_MESSAGES)],
     ) -> Response:
         """Return how many tokens a conversation has, without answering it."""
-        size = size_of([body.messages, body.tools], options.inline_chars)
+        size = size_of(body.told, options.inline_chars)
         prompt = await soon(options, size, lambda: conversations.prompt(chat_of(body)))
         return answer_json(
             {"object": "response.input_tokens", "input_tokens": int(prompt.tokens.size)}

@@ -132,8 +132,9 @@ def bias_of(vocab: Vocab, bias: Any) -> Biases:
 
     Args:
         vocab: The model's.
-        bias: An object from tokens to numbers, or a list of pairs. Keys that are no numbers are
-            texts: each of their tokens is meant, once.
+        bias: An object from tokens to numbers, or a list of pairs, or of objects with `token` and
+            `bias`, as answers tell it. Keys that are no numbers are texts: each of their tokens is
+            meant, once.
 
     Raises:
         ApiError: For what is neither, for tokens outside the vocabulary, and for more biases than
@@ -148,7 +149,7 @@ def bias_of(vocab: Vocab, bias: Any) -> Biases:
     if len(pairs) > most:
         raise _too_many_biases(most)
     result: list[tuple[int, float]] = []
-    for pair in pairs:
+    for pair in map(_pair, pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ApiError("'logit_bias' must have pairs of token and bias", param="logit_bias")
         added = _bias(pair[1])
@@ -162,8 +163,15 @@ def _too_many_biases(most: int) -> ApiError:
     return ApiError(f"'logit_bias' has more than {most} biases", param="logit_bias")
 
 
+def _pair(given: Any) -> Any:
+    """Return a pair; objects with `token` and `bias` are what answers tell of one."""
+    if isinstance(given, dict) and given.keys() == {"token", "bias"}:
+        return given["token"], given["bias"]
+    return given
+
+
 def _bias(value: Any) -> float:
-    if value is False:
+    if value is False or value is None:  # JSON has no infinity
         return -np.inf
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 <= value <= 1e6:
         raise ApiError(

@@ -196,6 +196,7 @@ def _refuse(body: Asked) -> None:
 def _size(context: Context, body: Asked) -> int:
     """Return about what it costs to read a request, in letters."""
     given: list[Any] = [body.input, body.instructions, body.tools, body.logit_bias]
+    given.append(body.chat_template_kwargs)
     if body.text is not None and body.text.format is not None:
         given.append(body.text.format.schema_)
     return size_of(given, context.options.inline_chars)

@@ -41,7 +41,9 @@ from llamakeep.errors import InvalidValue
 from llamakeep.explain import RecordLog
 from llamakeep.sampling import Sampling
 from llamakeep.server import anthropic_errors
+from llamakeep.server.connections import Door, most_connections
 from llamakeep.server.context import NEVER_S, ServerOptions
+from llamakeep.server.hosts import is_loopback
 from llamakeep.server.logs import RequestLog, tell
 from llamakeep.server.metrics import CountRequests, Metrics
 from llamakeep.server.recording import Recorder
@@ -52,7 +54,8 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_BACKLOG = 2048
+_BACKLOG = 128
+"""Connections that the system keeps until they are taken, all at once."""
 _UNREAD_MS = 30_000
 """How long the system keeps what a client does not take after it was cut off."""
 _LAST_WORDS_S = 1
@@ -239,6 +242,7 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         n_predict=settings.predict,
         api_keys=settings.read_api_keys(),
         cors=settings.cors,
+        hosts=hosts_of(settings),
         max_body_bytes=settings.max_body_bytes,
         slot_save_path=settings.slot_save_path,
         slots=settings.slots,
@@ -246,6 +250,19 @@ def options_of(settings: ServerSettings) -> ServerOptions:
         stall_s=settings.timeout_s,
         explain_texts=settings.explain_texts,
     )
+
+
+def hosts_of(settings: ServerSettings) -> tuple[str, ...] | None:
+    """Return the names under which a server may be asked; None for all.
+
+    Where nothing is said, they are looked at if only this machine can reach the server, and nobody
+    has a key to show: then a page that is read on this machine is the one stranger that could ask.
+    Which names a server has that others reach is not known here.
+    """
+    named = settings.allowed_hosts
+    if not named and (settings.read_api_keys() or not all(map(is_loopback, settings.host))):
+        return None
+    return (*settings.host, *named)
 
 
 def capacities_of(stats: Mapping[str, Any]) -> dict[str, int | None]:
@@ -374,9 +391,12 @@ class _Run:
         self._ending = asyncio.Event()
         self._has_stopped = False
         self._front = _Front()
+        self._door = Door(most_connections(), clock=time.monotonic)
         self._server = _Server(
             uvicorn.Config(
                 self._front,
+                http=self._door.protocol(),
+                backlog=_BACKLOG,
                 lifespan="off",  # the application's own runs once it is there
                 ws="none",
                 log_config=None,
@@ -390,6 +410,7 @@ class _Run:
 
     async def run(self) -> bool:
         """Load, serve, drain, close; return whether it was told to end."""
+        asyncio.get_running_loop().set_exception_handler(self._door.hear)
         with self._hearing_signals():
             serving = asyncio.create_task(self._server.serve(sockets=self._socks))
             loading = self._start_loading()

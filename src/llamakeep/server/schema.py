@@ -317,6 +317,11 @@ class TemplateFields(_Body):
         default=None, description="false ends the answer after one call."
     )
 
+    @property
+    def told(self) -> list[Any]:
+        """All that a template gets and that may be long."""
+        return [self.messages, self.chat_template_kwargs, self.tools]
+
 
 class ChatCompletion(OpenAIFields, TemplateFields):
     """A request to `/v1/chat/completions`."""

@@ -32,6 +32,7 @@ from llamakeep.server.options import (
     read_hosts,
     read_keys,
     read_layers,
+    read_name,
     read_origin,
     read_ram,
     read_scaled,
@@ -480,6 +481,16 @@ class ServerSettings:
             many(read_origin, "ORIGIN"),
             "Pages of this origin may ask from a browser; * for all, localhost for those of this "
             "machine.",
+        ),
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            NETWORK,
+            "--allowed-hosts",
+            many(read_name, "HOST"),
+            "A name under which the server is asked, as by a proxy; * for any. Without: local "
+            "names only, if only this machine can reach it and there are no keys.",
         ),
     )
     metrics: bool = field(

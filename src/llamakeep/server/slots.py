@@ -21,6 +21,7 @@ from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS, example
 from llamakeep.server.errors import ApiError
 from llamakeep.server.native_json import sampling_json
+from llamakeep.server.routing import JsonRoute
 from llamakeep.server.schema import SlotAction
 from llamakeep.server.wire import answer_json
 
@@ -93,7 +94,7 @@ def slot_json(slot: SlotInfo) -> dict[str, Any]:
 
 def router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    routes = APIRouter(tags=["llama-server"])
+    routes = APIRouter(route_class=JsonRoute, tags=["llama-server"])
     engine, options = context.engine, context.options
 
     @routes.get("/slots", responses=ERRORS)

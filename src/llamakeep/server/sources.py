@@ -12,6 +12,7 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def resolve(
         raise InvalidValue("no model: say which GGUF file with --model FILE (-m)")
     values = {name: value for name, (_, _, value) in given.items()}
     sources = {name: where for name, (_, where, _) in given.items()}
-    return ServerSettings(**values, sources=sources, notices=tuple(notices))
+    settings = ServerSettings(**values, sources=sources)
+    notices += accepted.idle_notices(settings)
+    return replace(settings, notices=tuple(notices))
 
 
 def _of_environment(env: Mapping[str, str]) -> list[str]:

@@ -33,6 +33,10 @@ _log = logging.getLogger("llamakeep")
 
 PING = b":\n\n"
 """A comment, which every client skips."""
+_TOO_SLOW = ApiError(
+    "the answer is not complete: it was cancelled, because it was not taken as fast as it came",
+    code=503,
+)
 
 
 def event(data: Any) -> bytes:
@@ -117,6 +121,10 @@ class EventStream(StreamingResponse):
         pinger = _Pinger(inbox, self._options.ping_s)
         try:
             while True:
+                if inbox.overflown:
+                    _log.warning("a client is too slow: its answer is cancelled")
+                    yield self._encoder.failed(_TOO_SLOW)
+                    return
                 size, work = self._size(pending), partial(self._write, pending)
                 data, failed = await soon(self._options, size, work)
                 for answer in self._told_apart:
@@ -133,9 +141,6 @@ class EventStream(StreamingResponse):
                     yield data
                     pinger.rest()
                 if not inbox.is_open:
-                    return
-                if inbox.overflown:
-                    _log.warning("a client is too slow: its answer is cancelled")
                     return
                 pending = await inbox.take()
         finally:

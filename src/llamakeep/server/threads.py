@@ -6,6 +6,7 @@ What is to be done is weighed in letters to tokenize: about 1 us each, on a slow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -38,7 +39,7 @@ def size_of(value: Any, most: int) -> int:
                 size += len(each)
             elif isinstance(each, dict):
                 size += _OBJECT
-                rest.append(iter(each.values()))
+                rest.append(chain.from_iterable(each.items()))
                 break
             elif isinstance(each, list):
                 rest.append(iter(each))

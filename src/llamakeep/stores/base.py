@@ -8,7 +8,7 @@ the tree decides, over any number of tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from llamakeep.states import Block, Buffer, Record
@@ -153,6 +153,14 @@ class TreeStore(Store, Protocol):
         """Yield each blob, or None for one that is gone, in order. See `Tier.get_many`."""
         ...  # pragma: no cover - protocol
 
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Say what the parts of a namespace are; a tier hears it with the first state of it.
+
+        Costs nothing: may be said whenever the namespace is used, and is forgotten if that is not
+        for thousands of others. The description must not be changed afterwards.
+        """
+        ...  # pragma: no cover - protocol
+
     def seen(self, path: Sequence[State], n_tokens: int, *, used: bool) -> None:
         """Note a path that a prompt of `n_tokens` saved or used, first span first."""
         ...  # pragma: no cover - protocol
@@ -253,8 +261,11 @@ class Tier(Store, Protocol):
         """Return the descriptions of the namespaces that were introduced."""
         ...  # pragma: no cover - protocol
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Drop all states of a namespace, in a tier of our own; a shared one lets them expire."""
+    def forget_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Drop all states of some namespaces, and what describes them, in a tier of our own.
+
+        A shared one lets them expire.
+        """
         ...  # pragma: no cover - protocol
 
     def close(self) -> None:

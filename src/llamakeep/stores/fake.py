@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from llamakeep.states import Block, Buffer, Record
@@ -145,11 +145,15 @@ class FakeTier:
         with self._lock:
             return {} if self.closed else copy.deepcopy(self._described)
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Drop all states of a namespace."""
+    def forget_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Drop all states of some namespaces, and what describes them."""
+        if self.closed:
+            return
         with self._lock:
-            for name in [n for n, place in self._places.items() if place.namespace == namespace]:
+            for name in [n for n, place in self._places.items() if place.namespace in namespaces]:
                 self.delete(name)
+            for namespace in namespaces:
+                self._described.pop(namespace, None)
 
     def delete(self, name: bytes) -> bool:
         """Drop the blob; return whether it was there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 import numpy as np
@@ -212,6 +212,9 @@ class MemoryStore(Generic[B]):
     def forget(self, name: bytes) -> None:
         """Drop a blob."""
         self.delete(name)
+
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Do nothing: there are no tiers."""
 
     def forget_namespaces(self, namespaces: Sequence[bytes]) -> Callable[[], None]:
         """Do nothing: there are no tiers."""

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from llamakeep.errors import OverBudget, whole_number
 from llamakeep.states import Block, Buffer, Record, frozen
 from llamakeep.stores.base import Promoted, State, Tier
 from llamakeep.stores.behind import Behind
+from llamakeep.stores.descriptions import Described
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tokens import Place
 
@@ -117,6 +118,7 @@ class TieredStore:
         self._budget = ByteBudget(whole_number("queue_bytes", queue_bytes, 0))
         self._behind = {tier: Behind() for tier in below}
         self._writes: dict[bytes, _Write] = {}  # what some tier lacks, by name
+        self._described = Described()
         self._replaced: dict[bytes, bytes] = {}  # tails, by what took their place
         self._closed = False
         self._begin()
@@ -257,6 +259,10 @@ class TieredStore:
 
     # -- going down ----------------------------------------------------------------------------
 
+    def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Say what a namespace is; a tier hears it with a state. See `TreeStore.introduce`."""
+        self._described.learn(namespace, description)
+
     def seen(self, path: Sequence[State], n_tokens: int, *, used: bool) -> None:
         """Note a path that a prompt saved or used: what is to go down goes. See `TreeStore.seen`.
 
@@ -314,6 +320,8 @@ class TieredStore:
                 if data is None:
                     self._count(f"cut_off_{tier.tier}")
                     break  # nothing goes down without what it hangs off
+                if place is not None and (said := self._described.get(place.namespace)):
+                    tier.introduce(place.namespace, said)
                 if not tier.put(name, data.nbytes, partial(_itself, data), place):
                     self._count(f"refused_{tier.tier}")
                     break
@@ -615,16 +623,17 @@ class TieredStore:
 
         It takes its turn behind what is being written. See `TreeStore.forget_namespaces`.
         """
+        wanted = set(namespaces)
         with self._lock:
             mine = [
                 name
                 for name, write in self._writes.items()
-                if write.place is not None and write.place.namespace in namespaces
+                if write.place is not None and write.place.namespace in wanted
             ]
         for name in mine:
             self._drop(name)
         for tier, behind in self._behind.items():
-            behind.submit(_forgetting(tier, tuple(namespaces)))
+            behind.submit(partial(tier.forget_namespaces, tuple(wanted)))
 
         def wait() -> None:
             for behind in self._behind.values():
@@ -698,14 +707,6 @@ def _superseding(tier: Tier, replaced: Sequence[bytes], new: bytes) -> Callable[
     def run() -> None:
         for old in replaced:
             tier.supersede(old, new)
-
-    return run
-
-
-def _forgetting(tier: Tier, namespaces: Sequence[bytes]) -> Callable[[], None]:
-    def run() -> None:
-        for namespace in namespaces:
-            tier.forget_namespace(namespace)
 
     return run
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,10 +209,11 @@ def names(sql: sqlite3.Connection) -> list[bytes]:
     return [name for (name,) in sql.execute("SELECT name FROM states")]
 
 
-def names_in(sql: sqlite3.Connection, namespace: bytes) -> list[bytes]:
-    """Return the names of all states of a namespace. Costs a scan of the index."""
-    found = sql.execute("SELECT name FROM states WHERE namespace = ?", (namespace,))
-    return [name for (name,) in found]
+def names_in(sql: sqlite3.Connection, namespaces: Collection[bytes]) -> list[bytes]:
+    """Return the names of all states of some namespaces. Costs a scan of the index."""
+    wanted = set(namespaces)
+    found = sql.execute("SELECT name, namespace FROM states WHERE namespace IS NOT NULL")
+    return [name for name, namespace in found if namespace in wanted]
 
 
 def names_after(sql: sqlite3.Connection, name: bytes, limit: int) -> list[bytes]:
@@ -634,6 +635,32 @@ def namespaces_of(sql: sqlite3.Connection, names: Iterable[bytes]) -> set[bytes]
         for name in names
     )
     return {row[0] for row in found if row is not None and row[0] is not None}
+
+
+def is_introduced(
+    sql: sqlite3.Connection, namespace: bytes, description: Mapping[str, Any]
+) -> bool:
+    """Return whether a namespace has this description."""
+    text = json.dumps(dict(description), sort_keys=True)
+    found = sql.execute(
+        "SELECT 1 FROM namespaces WHERE digest = ? AND description = ?", (namespace, text)
+    ).fetchone()
+    return found is not None
+
+
+def count_described(sql: sqlite3.Connection) -> int:
+    """Return how many namespaces have a description."""
+    found: tuple[int] = sql.execute("SELECT count(*) FROM namespaces").fetchone()
+    return found[0]
+
+
+def described_in_vain(sql: sqlite3.Connection) -> list[bytes]:
+    """Return the namespaces with a description and no states. Costs a scan of the index."""
+    found = sql.execute(
+        "SELECT CAST(digest AS BLOB) FROM namespaces WHERE digest NOT IN "
+        "(SELECT namespace FROM states WHERE namespace IS NOT NULL)"
+    )
+    return [digest for (digest,) in found]
 
 
 def introduce(sql: sqlite3.Connection, namespace: bytes, description: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ import numpy as np
 from llamakeep.errors import IntegrityError, InvalidValue, whole_number
 from llamakeep.policy import Policy, get_policy
 from llamakeep.states import Block, Buffer, Record
-from llamakeep.stores.descriptions import parse_description
+from llamakeep.stores.descriptions import Described, parse_description
 from llamakeep.stores.disk import archive, audit, catalog, introductions, layout, rows
 from llamakeep.stores.disk.archive import Imported, Progress, Target
 from llamakeep.stores.disk.audit import DiskReport
@@ -73,6 +73,8 @@ class Snapshot(NamedTuple):
 
 
 _NAMES_AT_ONCE = 256
+_FEW_DESCRIBED = 64
+"""So many descriptions stay, whether their namespaces have states or not."""
 _MOST_FORGOTTEN = 1024
 
 
@@ -134,7 +136,8 @@ class DiskStore:
         self._clock = clock
         self._unsettled: list[tuple[str, bytes | None]] = []
         self._forgotten: dict[bytes, tuple[int, int] | None] = {}
-        self._introduced: dict[bytes, dict[str, Any]] = {}
+        self._introduced = Described()
+        self._most_described = _FEW_DESCRIBED
         files = files or Files()
         try:
             self.path, self.read_only = layout.prepare(Path(path), files)
@@ -285,6 +288,9 @@ class DiskStore:
                 self.delete(name)  # it could be lost with the machine
             self._end(ticket, name if began and not entered else None)
         self._tally.count("written", kept)
+        if kept and place is not None:  # what describes it may have gone before it came
+            with self._tally.quietly("write"):
+                self._introduce_again(place.namespace)
         return kept
 
     def _has(self, name: bytes) -> bool:
@@ -486,10 +492,23 @@ class DiskStore:
         with self._tally.quietly("write"):
             self._drop_all(rows.names)
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Drop all states of a namespace; its description stays. Costs a scan of the index."""
+    def forget_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Drop all states of some namespaces, and their descriptions. Scans the index.
+
+        What is put afterwards has a description again, if this store was told it.
+        """
         with self._tally.quietly("write"):
-            self._drop_all(lambda sql: rows.names_in(sql, namespace))
+            self._forget_all(namespaces)
+
+    def _forget_all(self, namespaces: Collection[bytes]) -> int:
+        n_gone = self._drop_all(lambda sql: rows.names_in(sql, namespaces))
+        with self._index.writing() as sql:
+            described = {digest for digest, _ in rows.described(sql)}
+            for namespace in set(namespaces):
+                introductions.drop(self._shelf, namespace)
+                if namespace in described:
+                    rows.forget_description(sql, namespace)
+        return n_gone
 
     def _drop_all(self, chosen: Callable[[sqlite3.Connection], list[bytes]]) -> int:
         """Drop states until none of the chosen is left, also those that come meanwhile."""
@@ -593,11 +612,7 @@ class DiskStore:
                 known = set(catalog.stats(sql, 0, 0).namespaces)
             known.update(digest.hex() for digest in self.namespaces())
             digest = bytes.fromhex(catalog.resolve(prefix, known, "namespace"))
-            n_gone = self._drop_all(lambda sql: rows.names_in(sql, digest))
-            with self._index.writing() as sql:
-                introductions.drop(self._shelf, digest)
-                rows.forget_description(sql, digest)
-        return n_gone
+            return self._forget_all([digest])
 
     def export(
         self,
@@ -652,22 +667,51 @@ class DiskStore:
 
         One whose description has a true `rolling` is of a family whose segments are of no use
         without a checkpoint: they go with the last one below them.
+
+        Costs a look-up where it is known. Descriptions are not counted: they are a page each, and
+        those of namespaces without states go before there are twice as many of them as of others.
         """
-        text = json.dumps(dict(description), sort_keys=True)
-        said = parse_description(text)
+        said = parse_description(json.dumps(dict(description), sort_keys=True))
         if said is None:
             self._tally.report("refused_description", f"{namespace.hex()} is described at length")
             return
-        self._introduced[namespace] = said
+        self._introduced.learn(namespace, said)
         if self.read_only or self._index.closed:
             return
-        known = self.namespaces().get(namespace) == said
         with self._tally.quietly("write"):
-            if not known or not introductions.has(self._shelf, namespace):
-                introductions.write(self._shelf, namespace, text)
-            if not known:
-                with self._index.writing() as sql:
-                    rows.introduce(sql, namespace, said)
+            self._introduce_again(namespace)
+
+    def _introduce_again(self, namespace: bytes) -> None:
+        """Write the description of a namespace, if it is not here, as far as it was told.
+
+        Raises:
+            OSError, sqlite3.Error, StoreError, Refused: When the directory or the index fails.
+        """
+        said = self._introduced.get(namespace)
+        if said is None:
+            return
+        with self._index.reading() as sql:
+            is_known = rows.is_introduced(sql, namespace, said)
+        if not is_known or not introductions.has(self._shelf, namespace):
+            introductions.write(self._shelf, namespace, json.dumps(said, sort_keys=True))
+        if not is_known:
+            with self._index.writing() as sql:
+                rows.introduce(sql, namespace, said)
+                n_described = rows.count_described(sql)
+            if n_described > self._most_described:
+                self._drop_descriptions(but=namespace)
+
+    def _drop_descriptions(self, *, but: bytes) -> None:
+        """Drop the descriptions of namespaces without states.
+
+        Who writes the first state of one just now writes its description again.
+        """
+        with self._index.writing() as sql:
+            for namespace in rows.described_in_vain(sql):
+                if namespace != but:
+                    introductions.drop(self._shelf, namespace)
+                    rows.forget_description(sql, namespace)
+            self._most_described = max(_FEW_DESCRIBED, 2 * rows.count_described(sql))
 
     def namespaces(self) -> dict[bytes, dict[str, Any]]:
         """Return the descriptions of the namespaces that were introduced.

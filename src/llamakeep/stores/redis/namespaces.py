@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llamakeep.stores.descriptions import MAX_DESCRIPTION_BYTES, parse_description
+from llamakeep.stores.descriptions import MAX_DESCRIPTION_BYTES, Described, parse_description
 from llamakeep.stores.redis.index import MAX_LISTED
 from llamakeep.stores.redis.keys import RedisKeys
 
@@ -34,16 +34,36 @@ class RedisNamespaces:
         self._key = keys.namespaces
         self._count = count
         self._ttl_ms = ttl_ms
+        self._told = Described()
 
     def introduce(self, namespace: bytes, description: Mapping[str, Any]) -> None:
-        """Write one. One that is too long for `read` is refused."""
+        """Write one, unless it was the last that was written here of its namespace.
+
+        One that is too long for `read` is refused. Of more than `read` returns, others go.
+        """
+        if self._told.get(namespace) == description:
+            return
         text = json.dumps(dict(description), sort_keys=True).encode()
         if len(text) > MAX_DESCRIPTION_BYTES:
             self._count("refused_description")
             return
-        self._link.run(
-            [("HSET", self._key, namespace, text), ("PEXPIRE", self._key, self._ttl_ms)],
+        *_, n_described = self._link.run(
+            [
+                ("HSET", self._key, namespace, text),
+                ("PEXPIRE", self._key, self._ttl_ms),
+                ("HLEN", self._key),
+            ],
         )
+        if (over := self._link.whole(n_described) - MAX_LISTED) > 0:
+            (reply,) = self._link.run([("HRANDFIELD", self._key, over)])
+            found = [self._link.text(name) for name in self._link.rows(reply)]
+            if others := [name for name in found if name != namespace]:
+                self._link.run([("HDEL", self._key, *others)])
+        self._told.learn(namespace, dict(description))
+
+    def forget(self) -> None:
+        """Write again what is introduced again: it may be gone."""
+        self._told = Described()
 
     def read(self) -> dict[bytes, dict[str, Any]]:
         """Return them; at most 1,024, of 64 KiB each, whatever is there."""

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from llamakeep.errors import (
@@ -353,6 +353,7 @@ class RedisStore:
         except Unreachable as error:
             raise StoreError(f"{self._address.shown} was not cleared: {error}") from error
         self._known.clear()
+        self._namespaces.forget()
 
     # -- what is there -----------------------------------------------------------------------------
 
@@ -428,7 +429,7 @@ class RedisStore:
             self._count("misses_unreachable")
             return {}
 
-    def forget_namespace(self, namespace: bytes) -> None:
+    def forget_namespaces(self, namespaces: Collection[bytes]) -> None:
         """Do nothing: others may use these states, and what nobody uses expires."""
 
     def close(self) -> None:
