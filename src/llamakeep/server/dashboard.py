@@ -166,7 +166,12 @@ class Board:
     def _branch_json(self, branch: Branch) -> dict[str, Any]:
         """Return a branch without what is 0 or empty."""
         told = asdict(branch) | {"last_used": round(branch.last_used + self._offset_s)}
-        return {name: value for name, value in told.items() if value or name == "number"}
+        always = ("number", "parent")  # a number may be 0
+        return {
+            name: value
+            for name, value in told.items()
+            if value or (name in always and value is not None)
+        }
 
 
 def _rounded(tokens_per_second: float) -> dict[str, float]:
