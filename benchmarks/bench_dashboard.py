@@ -18,8 +18,8 @@ from llamakeep.runtime.llama_cpp import usable_cores
 
 N_KEPT = 50
 N_PROMPT = 128
-N_ANSWER = 320
-ROUNDS = 7
+N_ANSWER = 256
+ROUNDS = 11
 
 
 def decode_rate(url: str, seed: int) -> float:

@@ -8,6 +8,7 @@ wide as a phone, with `all` down to the end.
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -35,6 +36,11 @@ SYSTEM = (
     "sold until an hour before closing. Children under eight climb with an adult. Dogs stay "
     "below. When the wind is above nine the gallery is closed."
 )
+OTHER = (
+    "You review changes to a program that records tides. Say what is wrong first, then what "
+    "could be simpler, and nothing about style. Times are in UTC, heights in metres above the "
+    "lowest tide; a gauge reports every six minutes, and may be silent for an hour in a storm."
+)
 QUESTIONS = (
     "When was the tower built, and by whom?",
     "How far can the light be seen in clear weather?",
@@ -43,8 +49,10 @@ QUESTIONS = (
     "Which birds are counted in autumn, and why here?",
     "Is the gallery open today? It is quite windy.",
     "We come with a dog and a pram. What can we see together?",
-    "I write about the lens. What keeps it turning?",
+    "The function that fills gaps takes the mean of both ends. Is that right?",
+    "Two gauges share a clock now. What can go wrong with that?",
 )
+N_VISITORS = 6
 MORE = (
     "Thank you. Can you tell me more about that?",
     "And how was that in former times?",
@@ -83,7 +91,14 @@ class Talk:
     def __init__(self, number: int) -> None:
         self._random = Random(number)
         self._question = QUESTIONS[number]
-        self._messages = [{"role": "system", "content": SYSTEM}]
+        system = SYSTEM if number < N_VISITORS else OTHER
+        self._messages = [{"role": "system", "content": system}]
+
+    def fork(self, seed: int) -> Talk:
+        """Return one that begins as this does, and goes on otherwise."""
+        other = copy.copy(self)
+        other._random, other._messages = Random(seed), list(self._messages)
+        return other
 
     def go_on(self, url: str, n_tokens: int) -> None:
         """Ask the next question, and remember the answer."""
@@ -115,7 +130,10 @@ def together(url: str, talks: list[Talk], n_tokens: int) -> None:
 
 def take(page: Page, file: Path) -> None:
     """Take a picture of the page."""
-    page.resize(*(390, 844) if "phone" in file.stem else (1080, 1240), scale=1)
+    width = 390 if "phone" in file.stem else 1080
+    page.resize(width, 1200)
+    bottom = page.run("document.querySelectorAll('tr.request')[2].getBoundingClientRect().bottom")
+    page.resize(width, 844 if "phone" in file.stem else int(bottom))
     page.prefer("dark" if "dark" in file.stem else "light")
     time.sleep(1.5)  # it asks once more
     file.write_bytes(page.screenshot(full="all" in file.stem))
@@ -130,9 +148,10 @@ def main() -> None:
     talks = [Talk(number) for number in range(len(QUESTIONS))]
     with tempfile.TemporaryDirectory() as place:
         with server(model, Path(place)) as url:
-            talk(url, talks[:6], 2)
+            talk(url, talks[:N_VISITORS], 2)
+            talks += [talks[0].fork(100), talks[2].fork(101)]
         with server(model, Path(place)) as url:
-            talk(url, talks, 5)
+            talk(url, talks, 4)
             browser = Browser(chromium)
             try:
                 with browser.page(f"{url}/") as page:
