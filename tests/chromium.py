@@ -14,10 +14,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -145,8 +146,12 @@ class Browser:
 
     def close(self) -> None:
         """End it, and remove its profile."""
+        if hasattr(self, "_socket"):
+            with suppress(PageError, ConnectionClosed, TimeoutError):
+                self.call("Browser.close")  # so that it ends what it has started, too
         self._closing.close()
-        self._process.terminate()
+        if not hasattr(self, "_socket"):
+            self._process.terminate()
         try:
             self._process.wait(WAIT_S)
         except subprocess.TimeoutExpired:

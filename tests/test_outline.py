@@ -7,11 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from llamakeep.engine.view import LOOK_EVERY_S, LOOK_SHARE, Looks
+from llamakeep.engine import Choice, Request
+from llamakeep.engine.cells import SlotState
+from llamakeep.engine.job import Job
+from llamakeep.engine.view import LOOK_EVERY_S, LOOK_SHARE, Looks, SlotGlance
 from llamakeep.outline import Branch, Outline, Seen, branches, outline_of_trees
 from llamakeep.radix import walk
 from llamakeep.runtime.base import Family
 from llamakeep.spans import SpanNode
+from llamakeep.states import Reuse
 from tests.engine_tools import ask, engine_of, join, span
 
 ALL = 10_000
@@ -207,6 +211,27 @@ def test_a_look_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFi
         clock.now += LOOK_EVERY_S + 0.1
 
 
+def test_how_far_a_slot_is_can_be_seen_from_its_prompt_to_its_answer() -> None:
+    slot = SlotState(3)
+    assert SlotGlance.of(slot, 7, 0.0) == SlotGlance(3, 7)
+    job = Job(9, Request.of(range(1, 101), max_tokens=20, label="a"), lambda _: None, 200, 0.0)
+    slot.job = job
+    assert SlotGlance.of(slot, 40, 0.5).done_tokens == 0, "it has not begun"
+    job.start_clock(1.0)
+    job.begin(3, Reuse(40, 60, "ram", "new"), 1.0)
+    common = {"task_id": 9, "label": "a", "prompt_tokens": 100, "reused_tokens": 40}
+    common["max_tokens"] = 20
+    assert SlotGlance.of(slot, 64, 3.0) == SlotGlance(
+        3, 64, "prompt", done_tokens=64, tokens_per_second=12.0, **common
+    )
+    job.prompt_done(5.0)
+    for n in range(5):
+        job.push(Choice(65), b"A", 5.0 + n * 0.5)
+    assert SlotGlance.of(slot, 104, 9.0) == SlotGlance(
+        3, 104, "answer", done_tokens=100, generated_tokens=5, tokens_per_second=2.0, **common
+    )
+
+
 def test_slots_can_be_seen_while_a_batch_runs() -> None:
     with engine_of(n_seqs=2) as engine:
         ask(engine, span(100, 1), 3, label="a").wait()
@@ -230,4 +255,3 @@ def test_slots_can_be_seen_while_a_batch_runs() -> None:
         finally:
             go_on.set()
             thread.join(30)
-    assert engine.outline() is None or engine.closed
