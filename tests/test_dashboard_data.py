@@ -10,7 +10,7 @@ import pytest
 
 from llamakeep.engine import Record
 from llamakeep.server.dashboard import FRESH_S, MOST_BRANCHES, Board, page
-from llamakeep.server.series import INTERVAL_S, MOST_INTERVALS, MOST_RECENT, Series
+from llamakeep.server.series import INTERVAL_S, MOST_INTERVALS, MOST_LETTERS, MOST_RECENT, Series
 from tests.engine_tools import ask, engine_of, join, span
 from tests.server_tools import ONLY_A, TIMEOUT_S, Served, served
 
@@ -182,6 +182,8 @@ def test_a_series_is_summed_up_by_intervals_and_bounded() -> None:
     assert len(recent) == MOST_RECENT
     assert recent[0]["id"] == 2 * (MOST_INTERVALS + 20) - 1
     assert recent[0]["ended"] == clock.now - INTERVAL_S
+    series.ended(record(0, label="x" * 1000))
+    assert series.recent()[0]["label"] == "x" * MOST_LETTERS
 
 
 def test_a_clock_that_is_set_back_loses_nothing() -> None:

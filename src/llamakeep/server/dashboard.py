@@ -23,11 +23,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from llamakeep.engine import Engine
+from llamakeep.engine import Engine, SlotGlance
 from llamakeep.outline import Branch, Outline, branches
 from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS
-from llamakeep.server.series import INTERVAL_S, Series
+from llamakeep.server.series import INTERVAL_S, MOST_LETTERS, Series
 from llamakeep.server.wire import dumps
 
 FRESH_S = 0.5
@@ -89,6 +89,7 @@ class Board:
             if fresh is not None:
                 return fresh
             now = self._clock()
+            self._engine.settle()  # so that the last request is among those that are told
             about = dumps(self._about())
             self._note_requests()
             self._note_tree(now)
@@ -110,7 +111,7 @@ class Board:
             "n_ctx": stats["n_ctx"],
             "waiting": stats["waiting"],
             "slots_busy": stats["slots_busy"],
-            "slots": slots and [asdict(slot) | _rounded(slot.tokens_per_second) for slot in slots],
+            "slots": slots and [_slot_json(slot) for slot in slots],
             "totals": {name: stats[name] for name in names}
             | {"saved_ms": round(saved_ms), "reused_by_tier": stats["reused_by_tier"]},
             "cache": stats["cache"],
@@ -174,8 +175,9 @@ class Board:
         }
 
 
-def _rounded(tokens_per_second: float) -> dict[str, float]:
-    return {"tokens_per_second": round(tokens_per_second, 1)}
+def _slot_json(slot: SlotGlance) -> dict[str, Any]:
+    told = asdict(slot) | {"tokens_per_second": round(slot.tokens_per_second, 1)}
+    return told | {"label": slot.label[:MOST_LETTERS]}
 
 
 @cache

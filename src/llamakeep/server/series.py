@@ -14,6 +14,8 @@ INTERVAL_S = 10
 MOST_INTERVALS = 360
 """An hour."""
 MOST_RECENT = 50
+MOST_LETTERS = 80
+"""Of what a client calls its request."""
 
 
 class Series(Observer):
@@ -67,7 +69,10 @@ class Series(Observer):
         """Return the last requests and when they `ended`, the newest first: JSON-ready."""
         with self._gate:
             found = list(self._recent)
-        return [{"ended": round(at, 3)} | record.to_json() for at, record in reversed(found)]
+        return [
+            {"ended": round(at, 3)} | record.to_json() | {"label": record.label[:MOST_LETTERS]}
+            for at, record in reversed(found)
+        ]
 
     def ms_of(self, n_tokens: int) -> float:
         """Return about how long it would take to evaluate so many tokens, by what others took."""
