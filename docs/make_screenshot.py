@@ -52,7 +52,7 @@ QUESTIONS = (
     "The function that fills gaps takes the mean of both ends. Is that right?",
     "Two gauges share a clock now. What can go wrong with that?",
 )
-N_VISITORS = 6
+N_VISITORS = 7
 MORE = (
     "Thank you. Can you tell me more about that?",
     "And how was that in former times?",

@@ -226,10 +226,6 @@ class Job:
             body=self.request.body if keeps else None,
         )
 
-    def prompt_s(self, now: float) -> float:
-        """Return the seconds that its prompt has taken until now. From any thread."""
-        return (self._first if self.n_generated else now) - self._begun
-
     def record(self, last: Finished | Failed, now: float) -> Record:
         """Return what is remembered of it."""
         timings = last.timings if isinstance(last, Finished) else self.timings(now)

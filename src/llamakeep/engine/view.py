@@ -106,10 +106,11 @@ class SlotGlance:
         n_prompt = int(request.prompt.size)
         n_reused = reuse.reused_tokens if reuse is not None else 0
         n_done = n_prompt if n_generated else max(n_reused, min(n_tokens, n_prompt))
+        timings = job.timings(now)
         if n_generated:
-            n_steps, seconds = n_generated - 1, job.timings().predicted_ms / 1e3
+            n_steps, ms = n_generated - 1, timings.predicted_ms
         else:
-            n_steps, seconds = n_done - n_reused, job.prompt_s(now)
+            n_steps, ms = n_done - n_reused, timings.prompt_ms
         return cls(
             slot.slot_id,
             n_tokens,
@@ -121,7 +122,7 @@ class SlotGlance:
             n_done if reuse is not None else 0,
             n_generated,
             request.max_tokens,
-            n_steps / seconds if seconds > 0 else 0.0,
+            n_steps / ms * 1e3 if ms > 0 else 0.0,
         )
 
 

@@ -83,12 +83,12 @@ def create_app(
         responses.responses(context, conversations),
         anthropic.messages(context, conversations),
         openai.models(context),
+        dashboard.router(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),
         slots.router(context),
         cache.router(context),
         explaining.router(context),
-        dashboard.router(context),
         absent.router(context),
     )
 

@@ -27,6 +27,7 @@ from llamakeep.engine import Engine, SlotGlance
 from llamakeep.outline import Branch, Outline, branches
 from llamakeep.server.context import Context
 from llamakeep.server.documented import ERRORS
+from llamakeep.server.routing import PlainRoute
 from llamakeep.server.series import INTERVAL_S, MOST_LETTERS, Series
 from llamakeep.server.wire import dumps
 
@@ -219,7 +220,7 @@ def _answer(request: Request, content: bytes, headers: dict[str, str], kind: str
 
 def router(context: Context) -> APIRouter:
     """Return the endpoints. The engine is watched from now on."""
-    routes = APIRouter(tags=["llamakeep"])
+    routes = APIRouter(tags=["llamakeep"], route_class=PlainRoute)
     engine = context.engine
     series = Series()
     engine.observers.add(series)
