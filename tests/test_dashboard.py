@@ -258,6 +258,20 @@ def test_everything_is_reached_by_keyboard_and_one_sees_where_one_is(
         assert page.run("document.querySelectorAll('#requests tr.more:not([hidden])').length") == 0
 
 
+def test_a_request_is_explained_when_it_is_opened(browser: Browser, server: Served) -> None:
+    recent = server.client.get("/dashboard/data").json()["recent"]
+    asked = next(each for each in recent if each["reused_tokens"])
+    explained = server.client.get(f"/explain/{asked['id']}").json()
+    with opened(browser, server.url) as page:
+        row = f"#request-{asked['id']}"
+        page.wait_for(f"document.querySelector('{row}')")
+        page.run(f"document.querySelector('[aria-controls={row[1:]}]').click()")
+        page.wait_for(f"document.querySelector('{row} dl').dataset.explained === 'told'")
+        told = text(page, row)
+        assert explained["reason"] in told
+        assert explained["advice"] in told
+
+
 def test_arrow_keys_move_in_the_tree(browser: Browser, server: Served) -> None:
     with opened(browser, server.url) as page:
         page.wait_for(f"{TREE}.length >= 7")
