@@ -19,7 +19,7 @@ from llamakeep.engine.request import (
     Update,
 )
 from llamakeep.engine.slotfile import SlotFile
-from llamakeep.engine.view import SlotInfo
+from llamakeep.engine.view import SlotGlance, SlotInfo
 from llamakeep.engine.whole_keeping import PromptKeeping
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Record",
     "Request",
     "SlotFile",
+    "SlotGlance",
     "SlotInfo",
     "Stop",
     "Ticket",

@@ -38,7 +38,7 @@ from llamakeep.engine.slotfile import (
     read_slot_file,
     write_slot_file,
 )
-from llamakeep.engine.view import SlotInfo
+from llamakeep.engine.view import Looks, SlotGlance, SlotInfo
 from llamakeep.errors import (
     ContextOverflow,
     EngineClosed,
@@ -48,6 +48,7 @@ from llamakeep.errors import (
     whole_number,
 )
 from llamakeep.explain import Explanation, History
+from llamakeep.outline import Outline
 from llamakeep.runtime.base import Runtime, Vocab
 from llamakeep.tokens import as_tokens
 
@@ -158,6 +159,7 @@ class Engine:
             rolling=runtime.traits.rolling,
             align=align,
         )
+        self._looks = Looks(keeping.outline, self._post, clock)
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -294,6 +296,13 @@ class Engine:
             self._inbox.put(run)
         return future.result()
 
+    def _post(self, what: Callable[[], None]) -> bool:
+        """Have something run in the engine's thread, which must not raise; whether it will."""
+        with self._gate:
+            if not self._closing:
+                self._inbox.put(what)
+            return not self._closing
+
     def _wake(self) -> None:
         self._inbox.put(None)
 
@@ -344,6 +353,26 @@ class Engine:
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt, most recently used first: JSON-ready."""
         return self.call(self._keeping.entries)
+
+    def glance(self) -> list[SlotGlance]:
+        """Return how far each slot is: numbers alone. From any thread, without waiting.
+
+        A batch may end meanwhile: the numbers of a slot can be of before and after it.
+        """
+        now = self._clock()
+        return [
+            SlotGlance.of(slot, self._keeping.held_tokens(slot.slot_id), now)
+            for slot in self._scheduler.slots
+        ]
+
+    def outline(self) -> tuple[Outline, float] | None:
+        """Return what is kept as a tree, and how many seconds ago it was so.
+
+        From any thread, without waiting. The engine is asked to look again between two batches, but
+        no more often than it can spare time for: so what is asked for after a while is old, and
+        None the first time.
+        """
+        return self._looks.latest()
 
     def slots(self) -> list[SlotInfo]:
         """Return what each slot holds and does, between two batches."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from llamakeep.engine.request import Request
 from llamakeep.engine.slotfile import SlotContent
+from llamakeep.outline import Outline
 from llamakeep.runtime.base import Runtime
 from llamakeep.sequence import KeptSequence
 from llamakeep.states import Reuse
@@ -38,6 +39,10 @@ class Keeping(Protocol):
 
     def tokens(self, slot_id: int) -> IntArray:
         """Return what a slot holds: a view, good until the next call."""
+        ...  # pragma: no cover - protocol
+
+    def held_tokens(self, slot_id: int) -> int:
+        """Return how many tokens a slot holds; from any thread."""
         ...  # pragma: no cover - protocol
 
     def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
@@ -122,6 +127,10 @@ class Keeping(Protocol):
         """Return every kept prompt, most recently used first: JSON-ready."""
         ...  # pragma: no cover - protocol
 
+    def outline(self) -> Outline:
+        """Return what is kept as a tree, in few strokes; bounded, whatever is kept."""
+        ...  # pragma: no cover - protocol
+
     def forget(self) -> Callable[[], None]:
         """Forget everything that is kept, for every tenant this engine has seen.
 
@@ -197,6 +206,10 @@ class TreeKeeping:
     def tokens(self, slot_id: int) -> IntArray:
         """Return what a slot holds."""
         return self._sequences[slot_id].live.tokens
+
+    def held_tokens(self, slot_id: int) -> int:
+        """Return how many tokens a slot holds."""
+        return self._sequences[slot_id].live.n_tokens
 
     def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
         """Return the idle slot that holds most of the prompt, or the one used least recently."""
@@ -329,6 +342,10 @@ class TreeKeeping:
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt of every tenant."""
         return [asdict(entry) for entry in self._tree.entries()]
+
+    def outline(self) -> Outline:
+        """Return the trees of all tenants, in few strokes."""
+        return self._tree.outline()
 
     def forget(self) -> Callable[[], None]:
         """Forget what is kept, on disk too; a shared tier keeps what it has until it expires."""

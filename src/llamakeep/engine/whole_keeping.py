@@ -14,6 +14,7 @@ from typing import Any
 from llamakeep.engine.request import Request
 from llamakeep.engine.slotfile import SlotContent
 from llamakeep.entries import Entry, Loading, Saving
+from llamakeep.outline import MOST_SPANS, Outline, Seen
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
 from llamakeep.slots import Slots
@@ -62,6 +63,10 @@ class PromptKeeping:
     def tokens(self, slot_id: int) -> IntArray:
         """Return what a slot holds."""
         return self._slots.slots[slot_id].tokens
+
+    def held_tokens(self, slot_id: int) -> int:
+        """Return how many tokens a slot holds."""
+        return self._slots.slots[slot_id].n_tokens
 
     def choose(self, idle: Sequence[int], request: Request, last_used: Sequence[float]) -> int:
         """Return the idle slot that shares enough with the prompt, else the least recent one."""
@@ -183,6 +188,27 @@ class PromptKeeping:
         entries = sorted(self._cache, key=lambda entry: -entry.last_used)
         return [_shown(entry) for entry in entries]
 
+    def outline(self) -> Outline:
+        """Return the entries, the last ones first: nothing hangs off any."""
+        entries = list(self._cache)[: -MOST_SPANS - 1 : -1]
+        seen = [
+            Seen(
+                entry.sequence,
+                -1,
+                0,
+                0,
+                entry.n_tokens,
+                entry.n_bytes,
+                "ram",
+                tuple(_positions(entry)),
+                entry.hits,
+                entry.last_used,
+                0,
+            )
+            for entry in entries
+        ]
+        return Outline(self._clock(), seen, len(self._cache) - len(seen))
+
     def forget(self) -> Callable[[], None]:
         """Forget all entries."""
         self._cache.clear()
@@ -201,12 +227,16 @@ class PromptKeeping:
         self._cache.clear()
 
 
-def _shown(entry: Entry) -> dict[str, Any]:
+def _positions(entry: Entry) -> list[int]:
     kept = entry.checkpoints
+    return [each.n_tokens for each in kept] if kept is not None else []
+
+
+def _shown(entry: Entry) -> dict[str, Any]:
     return {
         "n_tokens": entry.n_tokens,
         "path_bytes": entry.n_bytes,
-        "checkpoints": [each.n_tokens for each in kept] if kept is not None else [],
+        "checkpoints": _positions(entry),
         "hits": entry.hits,
         "last_used": entry.last_used,
         "tier": "ram",

@@ -13,6 +13,7 @@ from llamakeep.server import (
     absent,
     anthropic,
     cache,
+    dashboard,
     errors,
     explaining,
     native,
@@ -34,6 +35,7 @@ Answers with states that are kept: a prompt's beginning that was read once is no
 
 The endpoints of OpenAI's and Anthropic's APIs and of llama-server, with their fields, and `/cache`
 of its own. All answers also take `cache_mode` (`on`, `read`, `write`, `off`) and `cache_salt`.
+The page at `/` shows what the server does and keeps.
 """
 
 
@@ -81,6 +83,7 @@ def create_app(
         responses.responses(context, conversations),
         anthropic.messages(context, conversations),
         openai.models(context),
+        dashboard.router(context),
         native.texts(context, conversations),
         native.about(context, has_metrics=exposition is not None, template=template_source),
         slots.router(context),

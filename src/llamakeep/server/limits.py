@@ -17,7 +17,7 @@ from llamakeep.server.hosts import Hosts
 
 _log = logging.getLogger("llamakeep")
 
-PUBLIC = frozenset({"/health", "/v1/health"})
+PUBLIC = frozenset({"/", "/health", "/v1/health"})
 """Paths that need no key."""
 _BEARER = "bearer "
 

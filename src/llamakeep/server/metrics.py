@@ -55,6 +55,8 @@ ENDPOINTS = (
     "/cache",
     "/explain",
     "/explain/{id}",
+    "/",
+    "/dashboard/data",
     "/docs",
     "/openapi.json",
 )

@@ -60,6 +60,20 @@ class JsonRoute(APIRoute):
         return answer
 
 
+class PlainRoute(APIRoute):
+    """A route whose endpoint takes the `request` and nothing else, and returns a response."""
+
+    def get_route_handler(self) -> Handler:
+        """Return what answers a request."""
+        endpoint = self.endpoint
+
+        async def answer(request: Request) -> Response:
+            answered: Response = await endpoint(request=request)
+            return answered
+
+        return answer
+
+
 def check_values(data: bytes) -> None:
     """Raise for a body that has more values than may be. Costs a look at each byte.
 
