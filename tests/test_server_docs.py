@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamakeep.server import absent, constraints, refused
-from llamakeep.server.accepted import ACCEPTED
+from llamakeep.server.accepted import ACCEPTED, IDLE
 from llamakeep.server.anthropic_schema import (
     CreateMessage,
     CustomTool,
@@ -19,7 +19,7 @@ from llamakeep.server.anthropic_schema import (
     ToolUse,
 )
 from llamakeep.server.schema import ChatCompletion, Completion, NativeCompletion
-from llamakeep.server.settings import OPTIONS
+from llamakeep.server.settings import BY_NAME, OPTIONS
 from tests.engine_tools import engine_of
 
 ROOT = Path(__file__).parent.parent
@@ -137,3 +137,8 @@ def test_every_option_that_is_named_is_one(text: str) -> None:
         named |= set(re.findall(r"`(--[a-z-]+)", text))
     assert len(named) >= 4
     assert named - flags == set()
+
+
+def test_every_flag_that_changes_nothing_beside_others_is_told() -> None:
+    told = set(re.findall(r"`--([a-z-]+)`", row("flags beside others")))
+    assert {BY_NAME[each.name].key for each in IDLE} <= told

@@ -865,7 +865,7 @@ def test_slots_tell_what_they_do(roomy: Served) -> None:
     idle = roomy.client.get("/slots").json()
     assert [each["is_processing"] for each in idle] == [False]
     assert "params" not in idle[0]
-    with roomy.streaming("/completion", LONG):
+    with roomy.streaming("/completion", LONG | {"logit_bias": ONLY_A}):
         (busy,) = roomy.client.get("/slots").json()
         assert busy["is_processing"] is True
         assert busy["n_prompt_tokens"] == 3
