@@ -22,6 +22,8 @@ from llamakeep.chat_template import ChatTemplate, token_starts
 from llamakeep.engine import Engine, Record
 from llamakeep.runtime.llama_cpp import LlamaCppRuntime
 from llamakeep.server import run
+from llamakeep.server.listening import bind
+from llamakeep.server.service import Service, load_service
 from llamakeep.server.settings import ServerSettings
 from llamakeep.tokens import IntArray
 from tests.engine_tools import Ends
@@ -86,8 +88,8 @@ class LiveServer:
         self.records: list[Record] = []
         self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.url = ""
-        self._sock = run.bind(settings.host[0], settings.port)
-        self._run = _Run(settings, [self._sock], run.load_service, lambda _: None, self._up)
+        self._sock = bind(settings.host[0], settings.port)
+        self._run = _Run(settings, [self._sock], load_service, lambda _: None, self._up)
         self._ready = threading.Event()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -104,7 +106,7 @@ class LiveServer:
             self._sock.close()
             self._ready.set()
 
-    def _up(self, service: run.Service, url: str) -> None:
+    def _up(self, service: Service, url: str) -> None:
         self.engine = cast(Engine, cast(MethodType, service.close).__self__)
         self.engine.observers.add(Ends(self._ended))
         self.url = url

@@ -34,8 +34,10 @@ from llamakeep.errors import InvalidValue, QueueFull
 from llamakeep.server import logs, refused, run
 from llamakeep.server.accepted import ACCEPTED
 from llamakeep.server.context import NEVER_S
+from llamakeep.server.listening import base_url, bind, bind_all
 from llamakeep.server.loading import load_engine
 from llamakeep.server.metrics import OTHER, endpoint_of
+from llamakeep.server.service import Service, capacities_of, load_service, options_of
 from llamakeep.server.settings import OPTIONS
 from llamakeep.server.sources import resolve
 from llamakeep.tokens import as_tokens
@@ -285,41 +287,41 @@ def test_without_the_packages_the_line_says_what_to_install(
 
 
 def test_a_port_is_held_from_the_start() -> None:
-    with run.bind("127.0.0.1", 0) as held:
+    with bind("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(InvalidValue, match=rf"port {port} of 127\.0\.0\.1 is taken"):
-            run.bind("127.0.0.1", port)
-    run.bind("127.0.0.1", port).close()
+            bind("127.0.0.1", port)
+    bind("127.0.0.1", port).close()
 
 
 def has_ipv6() -> bool:
     """Whether this machine has an address of its own in IPv6."""
     try:
-        run.bind("::1", 0).close()
+        bind("::1", 0).close()
     except InvalidValue:
         return False
     return True
 
 
 def test_where_one_of_several_addresses_cannot_be_had_none_is() -> None:
-    with run.bind("127.0.0.1", 0) as free:
+    with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     with pytest.raises(InvalidValue, match=r"192\.0\.2\.1"):
-        run.bind_all(("127.0.0.1", "192.0.2.1"), port)
-    run.bind("127.0.0.1", port).close()
+        bind_all(("127.0.0.1", "192.0.2.1"), port)
+    bind("127.0.0.1", port).close()
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 def test_all_addresses_of_ipv6_are_no_other_ones_where_there_are_several() -> None:
-    with run.bind("127.0.0.1", 0) as free:
+    with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    for sock in run.bind_all(("0.0.0.0", "::"), port):
+    for sock in bind_all(("0.0.0.0", "::"), port):
         sock.close()
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(InvalidValue, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
-        run.bind("192.0.2.1", 0)
+        bind("192.0.2.1", 0)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
     ],
 )
 def test_where_this_machine_finds_the_server(host: str, url: str) -> None:
-    assert run.base_url(host, 1) == url
+    assert base_url(host, 1) == url
 
 
 # -- running: a process with a small application of its own ------------------------------------
@@ -343,7 +345,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from llamakeep.cli import serve as command
-from llamakeep.server import logs, run
+from llamakeep.server import listening, logs, run
+from llamakeep.server.service import Service
 from llamakeep.server.sources import resolve
 
 def say(word):
@@ -352,7 +355,7 @@ def say(word):
 def told():
     return sys.stdin.readline().strip()
 
-def bind(host, port, bind=run.bind, **options):
+def bind(host, port, bind=listening.bind, **options):
     sock = bind(host, port, **options)
     say(f"port {sock.getsockname()[1]}")
     return sock
@@ -403,13 +406,13 @@ def load(settings, on_progress):
     routes.append(Route("/mute", mute))
     app = Starlette(routes=routes, lifespan=lifespan)
     tiers = {"ram": 1 << 30, "shared": None}
-    return run.Service(app, close, model_name="tiny", n_slots=2, n_ctx=512, tiers=tiers)
+    return Service(app, close, model_name="tiny", n_slots=2, n_ctx=512, tiers=tiers)
 
 def ready(service, url):
     say("ready")
     command.announce(settings, service, url)
 
-run.bind = bind
+listening.bind = bind
 logs.configure()
 flags = {"model": __file__, "port": sys.argv[3], "host": sys.argv[4], "drain_s": sys.argv[2]}
 settings = resolve(flags, environment={})
@@ -549,7 +552,7 @@ def test_a_server_ends_in_order(start: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not everywhere this machine")
 def test_several_addresses_are_listened_on(start: Any) -> None:
-    with run.bind("127.0.0.1", 0) as free:
+    with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     server = start(port=port, host="127.0.0.1,127.0.0.2")
     server.wait_for("ready")
@@ -648,6 +651,7 @@ sys.path.insert(0, sys.argv[1])
 from llamakeep.cli import serve as command
 from llamakeep.errors import EngineClosed
 from llamakeep.server import loading, logs, run
+from llamakeep.server.service import load_service
 from llamakeep.server.sources import resolve
 from tests.engine_tools import engine_of, runtime_of
 
@@ -673,7 +677,7 @@ with contextlib.suppress(EngineClosed), engine_of(runtime=fake) as engine:
     logs.configure()
     threading.Thread(target=lambda: sys.stdin.readline() and dies.set(), daemon=True).start()
     ready = lambda service, url: command.announce(settings, service, url)
-    was_told = run.serve(settings, run.load_service, on_ready=ready)
+    was_told = run.serve(settings, load_service, on_ready=ready)
     print(was_told)
 """
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "ignore_eos": True}
@@ -766,7 +770,7 @@ def announced(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **flags: str
     monkeypatch.setattr(logging.getLogger("llamakeep"), "handlers", [logging.StreamHandler(stream)])
     monkeypatch.setattr(logging.getLogger("llamakeep"), "level", logging.INFO)
     tiers = {"ram": 8 << 30, "disk": 20 << 30, "shared": None}
-    service = run.Service(
+    service = Service(
         lambda *_: None,  # type: ignore[arg-type, return-value]
         lambda _: None,
         model_name="tiny\x1b[2J",
@@ -817,7 +821,7 @@ def log() -> io.StringIO:
 @pytest.fixture
 def service(
     model: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO, tmp_path: Path
-) -> Iterator[run.Service]:
+) -> Iterator[Service]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logs.JsonLines())
     logger = logging.getLogger("llamakeep")
@@ -830,12 +834,12 @@ def service(
     try:
         with engine_of() as engine:
             monkeypatch.setattr("llamakeep.server.loading.load_engine", lambda *_: engine)
-            yield run.load_service(settings, lambda _share: None)
+            yield load_service(settings, lambda _share: None)
     finally:
         logger.setLevel(level)
 
 
-def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.StringIO) -> None:
+def test_a_loaded_service_answers_counts_and_logs(service: Service, log: io.StringIO) -> None:
     question = {"messages": [{"role": "user", "content": "a-question"}], "max_tokens": 4}
 
     async def ask() -> tuple[Any, str]:
@@ -859,7 +863,7 @@ def test_a_loaded_service_answers_counts_and_logs(service: run.Service, log: io.
 
 
 def test_slots_are_saved_in_a_directory_that_was_named_relatively(
-    service: run.Service, tmp_path: Path
+    service: Service, tmp_path: Path
 ) -> None:
     def ask(path: str, body: dict[str, Any]) -> httpx.Response:
         async def post() -> httpx.Response:
@@ -882,7 +886,7 @@ def test_slots_are_saved_in_a_directory_that_was_named_relatively(
     assert f"(in {tmp_path / 'slots'})" in failed.json()["error"]["message"]
 
 
-def test_every_route_has_a_label_of_its_own(service: run.Service) -> None:
+def test_every_route_has_a_label_of_its_own(service: Service) -> None:
     paths = service.app.openapi()["paths"]  # type: ignore[attr-defined]
     assert len(paths) > 10
     assert {path for path in paths if endpoint_of(path) == OTHER} == set()
@@ -891,7 +895,7 @@ def test_every_route_has_a_label_of_its_own(service: run.Service) -> None:
 def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Path) -> None:
     flags = {"model": model, "predict": "7", "api_key": "k", "cors": "*", "timeout_s": "5"}
     flags |= {"max_body_bytes": "1MiB", "slot_save_path": str(tmp_path), "slots": "off"}
-    options = run.options_of(resolve(flags, environment={}))
+    options = options_of(resolve(flags, environment={}))
     assert (options.n_predict, options.api_keys, options.cors) == (7, ("k",), ("*",))
     assert (options.max_body_bytes, options.slot_save_path) == (1 << 20, tmp_path)
     assert (options.slots, options.stall_s, options.model_path) == (False, 5.0, model)
@@ -901,7 +905,7 @@ def test_the_application_is_told_what_the_settings_say(model: str, tmp_path: Pat
     flags = {"model": model, "alias": ["tiny,fim", "code"], "tags": ["small, chat"]}
     flags |= {"ping_s": "-1", "cache_prompt": False, "prefill_assistant": False}
     flags |= {"chat_template_kwargs": '{"enable_thinking": false}'}
-    options = run.options_of(resolve(flags, environment={}))
+    options = options_of(resolve(flags, environment={}))
     assert (options.ping_s, options.cache_prompt, options.prefill) == (NEVER_S, False, False)
     assert options.template_values == {"enable_thinking": False}
     assert (options.aliases, options.tags) == (("code", "fim", "tiny"), ("chat", "small"))
@@ -922,11 +926,11 @@ def test_a_full_queue_is_told_in_the_singular_too() -> None:
 
 
 def test_what_was_chosen_for_sampling_is_the_default_of_both_apis(model: str) -> None:
-    options = run.options_of(resolve({"model": model}, environment={}))
+    options = options_of(resolve({"model": model}, environment={}))
     openai = options.openai_sampling
     assert (options.sampling.temperature, openai and openai.temperature) == (0.8, 1.0)
     flags = {"model": model, "temperature": "0.8", "top_k": "7"}
-    options = run.options_of(resolve(flags, environment={}))
+    options = options_of(resolve(flags, environment={}))
     for sampling in (options.sampling, options.openai_sampling):
         assert sampling is not None
         assert (sampling.temperature, sampling.top_k) == (0.8, 7)
@@ -943,7 +947,7 @@ def test_a_context_beyond_the_training_is_told_with_both_numbers(
             metadata = {"general.architecture": "x", "x.context_length": str(trained)}
             monkeypatch.setattr(type(engine.vocab), "metadata", metadata)
             caplog.clear()
-            run.load_service(resolve({"model": model}, environment={}), lambda _share: None)
+            load_service(resolve({"model": model}, environment={}), lambda _share: None)
             told = "a context of 2,048 tokens is more than the 1,024 that the model was trained for"
             assert (told in caplog.text) == says
 
@@ -975,12 +979,12 @@ def test_how_a_model_is_loaded_is_told_to_llama_cpp(
 
 def test_tiers_are_read_off_the_stats() -> None:
     below = {"tiers": {"disk": {"capacity_bytes": 5}, "shared": {"hits": 1}}}
-    assert run.capacities_of({"capacity_bytes": 9, "below": below}) == {
+    assert capacities_of({"capacity_bytes": 9, "below": below}) == {
         "ram": 9,
         "disk": 5,
         "shared": None,
     }
-    assert run.capacities_of({}) == {}
+    assert capacities_of({}) == {}
 
 
 # -- all of it, with a real model ----------------------------------------------------------------

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from llamakeep.server.errors import ApiError
 from llamakeep.server.hosts import Hosts, is_loopback
-from llamakeep.server.run import hosts_of
+from llamakeep.server.service import hosts_of
 from llamakeep.server.settings import ServerSettings
 from tests.server_tools import served
 

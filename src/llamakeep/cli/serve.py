@@ -20,7 +20,7 @@ from llamakeep.server.options import Option
 from llamakeep.server.settings import OPTIONS
 
 if TYPE_CHECKING:
-    from llamakeep.server.run import OnProgress, Service
+    from llamakeep.server.service import OnProgress, Service
     from llamakeep.server.settings import ServerSettings
 
 SUBJECT = "Answer requests"
@@ -172,6 +172,7 @@ def serve(
     """
     try:
         from llamakeep.server import loading, run, sources
+        from llamakeep.server.listening import bind_all
     except ModuleNotFoundError as error:
         raise ModelError(f"{_EXTRA} ({error.name} is missing)") from error
 
@@ -185,7 +186,7 @@ def serve(
     if check:
         for notice in settings.notices:
             typer.echo(f"llamakeep: {notice}", err=True)
-        for sock in run.bind_all(settings.host, settings.port):
+        for sock in bind_all(settings.host, settings.port):
             sock.close()
         if not json:
             typer.echo("llamakeep: these options can be meant, and the port is free", err=True)
@@ -210,9 +211,10 @@ def _run(run: Any, settings: ServerSettings) -> None:
 
         def load(settings: ServerSettings, on_progress: OnProgress) -> Service:
             from llamakeep.runtime.llama_load import route_log
+            from llamakeep.server.service import load_service
 
             route_log(logging.getLogger("llama.cpp"))  # which else writes between our lines
-            return cast("Service", run.load_service(settings, on_progress))
+            return load_service(settings, on_progress)
 
         was_told = run.serve(
             settings,

@@ -11,7 +11,6 @@ what is on disk bears that. A service that ends by itself ends the process.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -24,40 +23,24 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterator,
-    Mapping,
     MutableMapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 import uvicorn
 
-from llamakeep.errors import InvalidValue
-from llamakeep.explain import RecordLog
-from llamakeep.sampling import Sampling
 from llamakeep.server import anthropic_errors
 from llamakeep.server.connections import Door, most_connections
-from llamakeep.server.context import NEVER_S, ServerOptions
-from llamakeep.server.hosts import is_loopback
-from llamakeep.server.logs import RequestLog, tell
-from llamakeep.server.metrics import CountRequests, Metrics
-from llamakeep.server.recording import Recorder
+from llamakeep.server.listening import BACKLOG, base_url, bind_all
+from llamakeep.server.logs import tell
+from llamakeep.server.service import Load, OnProgress, Receive, Scope, Send, Service
 from llamakeep.server.settings import ServerSettings
 from llamakeep.server.sse import ABORT
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-_BACKLOG = 128
-"""Connections that the system keeps until they are taken, all at once."""
-_UNREAD_MS = 30_000
-"""How long the system keeps what a client does not take after it was cut off."""
 _LAST_WORDS_S = 1
 """What clients have, at least, to take how their answers ended; and requests to clean up."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -66,212 +49,8 @@ _LOADING = "Loading model"
 _ENDED = "the server has ended"
 
 
-@dataclass(frozen=True)
-class Service:
-    """What was loaded.
-
-    Attributes:
-        app: Answers requests: an ASGI application. The lifespan of a Starlette one is run.
-        close: Takes no more requests, lets running answers go on for so many seconds, fails the
-            others, saves what is kept and frees the model. Called once, from a thread of its own.
-        watch: Takes what is to be called, from any thread, should the service end by itself.
-        model_name: What clients see.
-        n_slots: Requests that are answered at the same time.
-        n_ctx: Tokens that all of them together have room for.
-        tiers: Where states are kept, the first one first, and the most bytes there; None if that
-            is not known.
-    """
-
-    app: Callable[[Scope, Receive, Send], Awaitable[None]]
-    close: Callable[[float], None]
-    watch: Callable[[Callable[[], None]], None] = lambda _on_stop: None
-    model_name: str = ""
-    n_slots: int = 1
-    n_ctx: int = 0
-    tiers: Mapping[str, int | None] = field(default_factory=dict)
-
-
-OnProgress: TypeAlias = Callable[[float], None]
-"""Hears how much of the model is loaded, 0 to 1. What it raises ends the loading."""
-Load: TypeAlias = Callable[[ServerSettings, OnProgress], Service]
-"""Loads the model and makes the application; called in a thread of its own."""
-
-
 class _Told(Exception):
     """The server was told to end while the model was being loaded."""
-
-
-def bind_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Return a socket for each address. See `bind`: where one cannot be had, none is."""
-    with ExitStack() as undo:
-        several = len(hosts) > 1
-        bound = [undo.enter_context(bind(each, port, only_v6=several)) for each in hosts]
-        undo.pop_all()
-    return bound
-
-
-def bind(host: str, port: int, *, only_v6: bool = False) -> socket.socket:
-    """Return a socket that listens; the clients that come are kept waiting.
-
-    Args:
-        host: A name or an address of this machine.
-        port: 0 for any that is free.
-        only_v6: An address of IPv6 does not stand for those of IPv4, too.
-
-    Raises:
-        InvalidValue: For a port that is taken or not allowed, or a host that is none of this
-            machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise InvalidValue(f"--host {host!r}: {_words(error)}") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        if os.name == "posix":  # elsewhere this lets two programs have one port
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if only_v6 and family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that never reads must not keep us
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise InvalidValue(
-                f"port {port} of {host} is taken: another program listens there; "
-                "--port chooses another one"
-            ) from error
-        raise InvalidValue(f"cannot listen on port {port} of {host}: {_words(error)}") from error
-    sock.setblocking(False)
-    return sock
-
-
-def _words(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def base_url(host: str, port: int) -> str:
-    """Return the URL under which this machine finds a server."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-
-
-def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
-    """Load the model and make the application that answers with it. See `Load`.
-
-    Raises:
-        ModelError: For a file that is no model, or none that fits.
-        InvalidValue: For a value that this model cannot have.
-        TemplateError: For a chat template that cannot be read.
-        StoreError: For a directory or server that cannot keep states.
-    """
-    from llamakeep.server.app import create_app
-    from llamakeep.server.loading import load_engine, template_of, trained_context
-
-    engine = load_engine(settings, on_progress)
-    try:
-        trained = trained_context(engine.vocab)
-        wanted = min(settings.ctx_size or engine.n_ctx, engine.n_ctx)  # which may be rounded up
-        if trained is not None and wanted > trained:
-            tell(
-                "context",
-                f"a context of {wanted:,} tokens is more than the {trained:,} that the model was "
-                "trained for: answers beyond those are likely to be poor",
-                level=logging.WARNING,
-                n_ctx=wanted,
-                trained_tokens=trained,
-            )
-        metrics = Metrics(engine.stats, engine.settle)
-        engine.observers.add(metrics)
-        if settings.record is not None:
-            log = RecordLog(settings.record, clock=time.time, with_texts=settings.explain_texts)
-            engine.observers.add(Recorder(engine, log))
-        engine.observers.add(RequestLog(progress=sys.stderr.isatty()))
-        template = template_of(settings, engine.vocab)
-        app = create_app(
-            engine,
-            options_of(settings),
-            template,
-            template_source="" if template is None else template.source,
-            exposition=metrics.exposition if settings.metrics else None,
-            version=version("llamakeep"),
-        )
-        app.add_middleware(CountRequests, metrics=metrics)
-    except BaseException:
-        engine.close()
-        raise
-
-    def watch(on_stop: Callable[[], None]) -> None:
-        engine.on_stop = on_stop
-        if engine.closed:  # before it was watched
-            on_stop()
-
-    return Service(
-        app,
-        engine.close,
-        watch,
-        engine.model_name,
-        engine.n_slots,
-        engine.n_ctx,
-        capacities_of(engine.stats()),
-    )
-
-
-def options_of(settings: ServerSettings) -> ServerOptions:
-    """Return what the HTTP interface is told."""
-    from llamakeep.server.asking import openai_defaults
-
-    usual = Sampling()
-    return ServerOptions(
-        model_path=str(settings.model),
-        aliases=settings.aliases,
-        adapters=tuple((str(path), scale) for path, scale in settings.adapters),
-        tags=tuple(sorted(set(settings.tags))),
-        sampling=replace(usual, **settings.sampling),
-        openai_sampling=replace(openai_defaults(usual), **settings.sampling),
-        build=f"b0-llamakeep-{version('llamakeep')}",
-        cache_prompt=settings.cache_prompt,
-        template_values=settings.chat_template_kwargs,
-        prefill=settings.prefill_assistant,
-        thinks={"on": True, "off": False}.get(settings.reasoning),
-        thoughts_apart=settings.reasoning_format != "none",
-        n_predict=settings.predict,
-        api_keys=settings.read_api_keys(),
-        cors=settings.cors,
-        hosts=hosts_of(settings),
-        max_body_bytes=settings.max_body_bytes,
-        slot_save_path=settings.slot_save_path,
-        slots=settings.slots,
-        ping_s=NEVER_S if settings.ping_s is None else settings.ping_s,
-        stall_s=settings.timeout_s,
-        explain_texts=settings.explain_texts,
-    )
-
-
-def hosts_of(settings: ServerSettings) -> tuple[str, ...] | None:
-    """Return the names under which a server may be asked; None for all.
-
-    Where nothing is said, they are looked at if only this machine can reach the server, and nobody
-    has a key to show: then a page that is read on this machine is the one stranger that could ask.
-    Which names a server has that others reach is not known here.
-    """
-    named = settings.allowed_hosts
-    if not named and (settings.read_api_keys() or not all(map(is_loopback, settings.host))):
-        return None
-    return (*settings.host, *named)
-
-
-def capacities_of(stats: Mapping[str, Any]) -> dict[str, int | None]:
-    """Return where an engine keeps states, and the most bytes there, from its `stats`."""
-    tiers: dict[str, int | None] = {}
-    if stats.get("capacity_bytes"):
-        tiers["ram"] = stats["capacity_bytes"]
-    below = (stats.get("below") or {}).get("tiers") or {}
-    return tiers | {tier: figures.get("capacity_bytes") for tier, figures in below.items()}
 
 
 def serve(
@@ -396,7 +175,7 @@ class _Run:
             uvicorn.Config(
                 self._front,
                 http=self._door.protocol(),
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 lifespan="off",  # the application's own runs once it is there
                 ws="none",
                 log_config=None,
