@@ -178,9 +178,7 @@ def test_what_must_not_be_called_is_content(
     assert choice["finish_reason"] == "stop"
 
 
-def test_message_starts_are_where_the_users_turns_are(
-    family: tuple[str, Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_message_starts_are_where_the_users_turns_are(family: tuple[str, Served]) -> None:
     name, server = family
     call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     messages = [
@@ -190,14 +188,8 @@ def test_message_starts_are_where_the_users_turns_are(
         {"role": "assistant", "content": "Warm."},
         {"role": "user", "content": "And Oslo?"},
     ]
-    seen: list[Any] = []
-    submit = server.engine.submit
-    monkeypatch.setattr(
-        server.engine,
-        "submit",
-        lambda request, heard: (seen.append(request), submit(request, heard))[1],
-    )
-    server.answer(CHAT, messages=messages, tools=TOOLS, max_tokens=1)
+    with server.asked() as seen:
+        server.answer(CHAT, messages=messages, tools=TOOLS, max_tokens=1)
     (request,) = seen
     texts = [server.engine.vocab.text(request.prompt[start:]) for start in request.user_starts]
     assert len(texts) == (3 if name == "gemma" else 2), (

@@ -95,6 +95,11 @@ def shapes(body: AnswerFields) -> bool:
     return bool(_asked(body))
 
 
+def shaping_field(body: AnswerFields) -> str:
+    """Return the first field that says what an answer has to match, or ""."""
+    return next(iter(_asked(body)), "")
+
+
 def said_of(body: AnswerFields) -> tuple[Any, str]:
     """Return the schema that an answer has to match, and the path to it; None for no schema.
 

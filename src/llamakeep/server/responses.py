@@ -18,7 +18,7 @@ from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import INVALID, ApiError, unsupported
-from llamakeep.server.grammars import shapes
+from llamakeep.server.grammars import shaping_field
 from llamakeep.server.openai import new_id
 from llamakeep.server.responses_input import messages_of
 from llamakeep.server.responses_json import Question, ResponseEncoder
@@ -185,9 +185,7 @@ def _refuse(body: Asked) -> None:
     for name, why in _REFUSED.items():
         if getattr(body, name, None):
             raise unsupported(name, why)
-    if shapes(body):
-        names = ("response_format", "json_schema", "grammar")
-        name = next(name for name in names if getattr(body, name))
+    if name := shaping_field(body):
         raise unsupported(name, "is not of this API: 'text.format' is")
     if body.choices != 1:
         raise unsupported("n", "is not supported: a response is one answer")
