@@ -90,6 +90,13 @@ def test_pages_of_this_machine_and_of_those_named_may_ask(origin: str, taken: bo
     assert is_taken(Hosts((), ("*",)), host="localhost", origin=origin)
 
 
+def test_pages_of_this_server_may_ask_it() -> None:
+    hosts = Hosts((), ())
+    assert is_taken(hosts, host="192.168.1.7:8080", origin="http://192.168.1.7:8080")
+    assert not is_taken(hosts, host="192.168.1.7:8080", origin="http://192.168.1.7:9090")
+    assert not is_taken(hosts, host="evil.example", origin="http://evil.example")
+
+
 def test_the_host_of_a_page_that_may_ask_may_be_asked_for() -> None:
     assert is_taken(Hosts((), ("https://chat.example:444",)), host="chat.example")
     assert is_taken(Hosts((), ("*",)), host="chat.example")

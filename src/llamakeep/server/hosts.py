@@ -74,7 +74,7 @@ class Hosts:
                 "'localhost' as its Host",
                 code=403,
             )
-        if origin is not None and not self._may_ask(origin):
+        if origin is not None and not self._may_ask(origin, host):
             raise ApiError(
                 f"pages of {_shown(origin)!r} may not ask: start the server with --cors "
                 f"{_shown(origin)}",
@@ -86,7 +86,7 @@ class Hosts:
             return True
         return any(name == each or name.endswith(f".{each}") for each in _LOCAL)
 
-    def _may_ask(self, origin: str) -> bool:
+    def _may_ask(self, origin: str, host: str) -> bool:
         if ALL in self._origins or origin.lower() in self._origins:
             return True
         try:
@@ -96,6 +96,8 @@ class Hosts:
         name = _name(page.netloc)
         if page.scheme not in ("http", "https"):
             return False
+        if page.netloc.lower() == host.lower():  # this server's own, under a name that is ours
+            return True
         return is_loopback(name) or name.endswith(".localhost") or name in self._names
 
 
