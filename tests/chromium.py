@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,19 @@ class Page:
                 return
             time.sleep(0.05)
         raise PageError(f"never true: {expression}\n{self.run('document.body.innerText')}")
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so.
+
+        Raises:
+            PageError: When it does not become so.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if is_so():
+                return
+            time.sleep(0.05)
+        raise PageError(f"never so\n{self.run('document.body.innerText')}")
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """Press a key, like `Tab`, `Enter` or `ArrowDown`."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -249,10 +248,16 @@ def test_everything_is_reached_by_keyboard_and_one_sees_where_one_is(
         assert page.run("document.querySelectorAll('#requests tr.more:not([hidden])').length") == 1
         assert page.run("document.activeElement.getAttribute('aria-expanded')") == "true"
         key = focused(page)
-        time.sleep(1.5)  # it is drawn anew
+        wait_for_updates(page)
         assert focused(page) == key
         page.press(" ")
         assert page.run("document.querySelectorAll('#requests tr.more:not([hidden])').length") == 0
+
+
+def wait_for_updates(page: Page) -> None:
+    """Wait until the page has asked, and shown what it was told, once at least."""
+    n_before = len(page.requests())
+    page.wait_until(lambda: len(page.requests()) > n_before + 2)
 
 
 def test_a_request_is_explained_when_it_is_opened(browser: Browser, server: Served) -> None:
@@ -299,7 +304,7 @@ def test_arrow_keys_move_in_the_tree(browser: Browser, server: Served) -> None:
         last = focused(page)
         assert f"{branches[last['key']]['end']:,}" in text(page, "#chosen")
         assert page.run("document.querySelectorAll('#tree [aria-selected=true]').length") == 1
-        time.sleep(1.5)
+        wait_for_updates(page)
         assert focused(page) | {"label": ""} == last | {"label": ""}, "an update moves no focus"
 
 
@@ -419,16 +424,20 @@ def test_it_asks_less_often_while_nobody_looks(browser: Browser, server: Served)
       Object.defineProperty(document, 'hidden', {value: %s, configurable: true});
       document.dispatchEvent(new Event('visibilitychange'));
     })()"""
+    note = """(() => {
+      const set = window.setTimeout;
+      window.waits = [];
+      window.setTimeout = (what, ms, ...rest) => { waits.push(ms); return set(what, ms, ...rest); };
+    })()"""
     with opened(browser, server.url) as page:
         page.wait_for(f"{TREE}.length")
+        page.run(note)
+        page.wait_for("waits.includes(1000)")
         page.run(hide % "true")
-        time.sleep(1.5)  # what was due before
-        n_before = len(page.requests())
-        time.sleep(2.5)
-        assert len(page.requests()) == n_before
+        page.wait_for("waits.at(-1) === 15000")
+        page.run("waits.length = 0")
         page.run(hide % "false")
-        time.sleep(1.5)
-        assert len(page.requests()) > n_before
+        page.wait_for("waits.includes(1000)")
 
 
 def test_what_clients_write_is_shown_as_text(browser: Browser) -> None:
