@@ -32,12 +32,8 @@ from llamakeep.engine.observer import Observers, Untold
 from llamakeep.engine.records import Record, Records
 from llamakeep.engine.request import Failed, Finished, Listener, Request
 from llamakeep.engine.scheduler import Scheduler
-from llamakeep.engine.slotfile import (
-    SlotContent,
-    SlotFile,
-    read_slot_file,
-    write_slot_file,
-)
+from llamakeep.engine.slot_actions import SlotActions
+from llamakeep.engine.slotfile import SlotFile
 from llamakeep.engine.view import Looks, SlotGlance, SlotInfo
 from llamakeep.errors import (
     ContextOverflow,
@@ -138,7 +134,6 @@ class Engine:
         self.observers = Observers()
         self._runtime = runtime
         self._keeping = keeping
-        self._file_key = file_key
         self._max_waiting = whole_number("max_waiting", max_waiting, 0)
         self._clock = clock
         self._scheduler = Scheduler(
@@ -152,6 +147,7 @@ class Engine:
             align=align,
             stall_ms=stall_ms,
         )
+        self._actions = SlotActions(self.call, runtime, keeping, self._scheduler, file_key)
         self._records = Records()
         kept = keeping.stats()
         self.history = History(
@@ -388,94 +384,16 @@ class Engine:
     # -- slots and what is kept --------------------------------------------------------------------
 
     def slot_save(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
-        """Write what an idle slot holds to a file of its own, which replaces one that is there.
-
-        Args:
-            slot_id: The slot.
-            path: The file.
-            salt: Whose slot it must be, as `Request.salt`.
-
-        Raises:
-            InvalidValue: For a slot that does not exist, is busy, is empty, or is another tenant's.
-            StoreError: When the file cannot be written; one that was there is unchanged.
-        """
-
-        def look() -> tuple[SlotContent, bytes]:
-            self._idle(slot_id, salt)
-            if not self._keeping.tokens(slot_id).size:
-                raise InvalidValue(
-                    f"slot {slot_id} is empty: there is nothing to save (idle slots are emptied "
-                    "while others run, unless the engine is told to leave them)"
-                )
-            return self._keeping.content(slot_id), self._keeping.namespace(slot_id)
-
-        return write_slot_file(path, *self.call(look), key=self._file_key)
+        """Write what an idle slot holds to a file. See `SlotActions.save`."""
+        return self._actions.save(slot_id, path, salt=salt)
 
     def slot_restore(self, slot_id: int, path: Path, *, salt: str = "") -> SlotFile:
-        """Put what a file holds into an idle slot; what the slot held is kept first.
-
-        Raises:
-            InvalidValue: For a slot that does not exist or is busy.
-            BlobRejected: For a file that is none of these, damaged, or of another model, settings
-                or tenant; the slot is as it was.
-            StoreError: When it cannot be read.
-            ContextOverflow: When it has more tokens than the context has room for.
-            RestoreFailed: When the runtime refuses it; the slot is empty then.
-        """
-        self.call(lambda: self._idle(slot_id))
-        namespace = self._keeping.namespace_of(salt)
-        found, content = read_slot_file(path, namespace, key=self._file_key)
-        n_tokens, whole = int(content.tokens.size), content.whole
-        if n_tokens > self.n_ctx:
-            raise ContextOverflow(
-                f"{path.name} has {n_tokens} tokens, the context room for {self.n_ctx}",
-                n_tokens=n_tokens,
-                n_ctx=self.n_ctx,
-            )
-
-        def restore() -> None:
-            self._idle(slot_id)
-            slot = self._scheduler.slots[slot_id]
-            self._keeping.park(slot_id)
-            self._scheduler.cells.begins(slot)
-            self._scheduler.cells.make_room(n_tokens, slot)
-            self._runtime.restore(slot_id, n_tokens, whole.segments, whole.checkpoint)
-            self._keeping.hold(slot_id, content, salt)
-
-        self.call(restore)
-        return found
+        """Put what a file holds into an idle slot. See `SlotActions.restore`."""
+        return self._actions.restore(slot_id, path, salt=salt)
 
     def slot_erase(self, slot_id: int, *, salt: str = "") -> int:
-        """Empty an idle slot; return how many tokens it held. What is kept of it stays kept.
-
-        Args:
-            slot_id: The slot.
-            salt: Whose slot it must be, as `Request.salt`.
-
-        Raises:
-            InvalidValue: For a slot that does not exist, is busy, or is another tenant's.
-        """
-
-        def erase() -> int:
-            self._idle(slot_id, salt)
-            n_tokens = int(self._keeping.tokens(slot_id).size)
-            self._keeping.clear(slot_id)
-            return n_tokens
-
-        return self.call(erase)
-
-    def _idle(self, slot_id: int, salt: str | None = None) -> None:
-        """Check that a slot is there and idle; with a salt, that it holds nothing of others."""
-        if not 0 <= slot_id < self.n_slots:
-            raise InvalidValue(f"slot {slot_id} is outside 0 to {self.n_slots - 1}")
-        if self._scheduler.slots[slot_id].job is not None:
-            raise InvalidValue(f"slot {slot_id} is answering a request: wait for it, or cancel it")
-        if salt is None or not self._keeping.tokens(slot_id).size:
-            return
-        if self._keeping.namespace(slot_id) != self._keeping.namespace_of(salt):
-            raise InvalidValue(
-                f"slot {slot_id} holds nothing of requests with this salt (cache_salt)"
-            )
+        """Empty an idle slot. See `SlotActions.erase`."""
+        return self._actions.erase(slot_id, salt=salt)
 
     def clear_cache(self) -> dict[str, Any]:
         """Forget everything that is kept, and what idle slots hold; return what was freed.
