@@ -216,3 +216,23 @@ def test_a_schema_that_cannot_be_compiled(tiny_model: Callable[[str], Path], str
             assert "f.parameters.properties.a" in error["message"]
         slots = client.get("/slots").json()
         assert not any(slot["is_processing"] for slot in slots)
+
+
+def test_a_model_that_may_call_nothing_speaks_in_the_same_prompt(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    source = (TEMPLATES / "gemma.jinja").read_text()
+    asked = {"messages": ASKED, "tools": TOOLS, "max_tokens": 40, "temperature": 1.5}
+    with real(tiny_model("attention"), source) as (client, _):
+        prompts = []
+        for seed in range(4):
+            for choice in ("none", "required"):
+                body = asked | {"tool_choice": choice, "seed": seed}
+                answer = client.post(CHAT, json=body).json()
+                message = answer["choices"][0]["message"]
+                prompts.append(answer["usage"]["prompt_tokens"])
+                if choice == "none":
+                    assert "tool_calls" not in message
+                    assert not message["content"].startswith('{"')
+        assert len(set(prompts)) == 1
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > prompts[0] - 10

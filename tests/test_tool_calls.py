@@ -339,6 +339,13 @@ def test_strings_of_the_whole_answer_are_read() -> None:
     assert told(GENERIC, '{"response": "a"} b')[0] == "a b"
 
 
+@pytest.mark.parametrize("cut", ["]", ",", ', {"na', ', {"name":', ",\n"])
+def test_what_is_left_of_an_envelope_that_was_cut_off_is_told_nobody(cut: str) -> None:
+    one = '{"tool_calls": [{"name": "weather", "arguments": {"city": "Rome"}}'
+    assert told(GENERIC, one + cut) == told(GENERIC, one + "]}")
+    assert told(GENERIC, one + cut)[0] == ""
+
+
 # -- thoughts --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "thinking", "content", "thoughts"),

@@ -44,7 +44,8 @@ class Parser:
         thinking: bool = False,
         parallel: bool = True,
     ) -> None:
-        self._form = form if tools else None
+        # A generic answer is told apart though nothing may be called: it is wrapped all the same.
+        self._form = form if tools or (form is not None and form.generic) else None
         self._thoughts = thoughts
         self._thinking = thinking and thoughts is not None
         self._reader = Reader()
@@ -125,7 +126,10 @@ class Parser:
             reader.hold()
             yield from reader.space()
             yield from calls.generic(wraps=form.wraps) if form.generic else calls.more()
-            say(reader.release())
+            left = reader.release()
+            is_cut = form.generic and self.n_calls and not (yield from reader.peek())
+            if not is_cut:  # what stands around calls that is not complete was meant for nobody
+                say(left)
         markers = {marker.text: marker for marker in form.markers}
         texts = tuple(markers)
         firsts = re.escape("".join({text[0] for text in texts}))
