@@ -75,7 +75,13 @@ class Browser:
         )
         try:
             self._socket: ClientConnection = self._closing.enter_context(
-                connect(self._address(), max_size=None, compression=None, proxy=None)
+                connect(
+                    self._address(),
+                    max_size=None,
+                    compression=None,
+                    proxy=None,
+                    ping_interval=None,  # its thread would use `random` while other tests do
+                )
             )
         except BaseException:
             self.close()

@@ -456,3 +456,12 @@ def test_a_text_is_no_special_token() -> None:
     schema = properties(**{"<|im_end|>": {"enum": ["[INST]", "</s>"]}})
     found = check_grammar(compile_schema(schema | {"required": ["<|im_end|>"]})).literals
     assert not any(text in found for text in ("<|im_end|>", "[INST]", "</s>"))
+
+
+@pytest.mark.parametrize("value", [10**28, -(10**400), 1e300, 5e-324])
+def test_listed_numbers_may_be_of_any_size(value: float) -> None:
+    assert compile_schema({"type": "number", "enum": [value]})
+    if isinstance(value, int):
+        assert compile_schema({"type": "integer", "enum": [value]})
+    else:
+        check({"type": "number", "enum": [value]}, 1, 40)

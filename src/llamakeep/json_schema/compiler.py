@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Final
 
 from llamakeep.errors import GrammarError
@@ -205,7 +206,7 @@ class Compiler:
             return False
         if kind == "number":
             number = Decimal(repr(value))
-            if (flat.whole and number % flat.multiple) or not math.isfinite(value):
+            if not number.is_finite() or (flat.whole and Fraction(number) % flat.multiple):
                 return False
             low, high = flat.low, flat.high
             return not (low and (number < low.value or (low.is_open and number == low.value))) and (
