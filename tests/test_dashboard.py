@@ -271,6 +271,9 @@ def test_a_request_is_explained_when_it_is_opened(browser: Browser, server: Serv
         page.wait_for(f"document.querySelector('{row} dl').dataset.explained === 'told'")
         told = text(page, row)
         assert explained["reason"] in told
+        assert explained["kind"].replace("-", " ") in told
+        assert explained["before_id"] in told
+        assert f"token {explained['token_index']:,}" in told
         assert explained["advice"] in told
 
 
