@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamakeep.chat_template import ChatTemplate
+from llamakeep.engine.request import Finished, Listener, Piece, Request, Stop, Timings
 from llamakeep.server import native_json, openai_json, prompts, wire
+from llamakeep.server.answers import collect
 from llamakeep.server.context import ServerOptions
 from llamakeep.server.threads import size_of
 from llamakeep.server.wire import dumps, dumps_in_pieces
@@ -261,3 +264,41 @@ def test_large_events_are_written_in_a_thread(
     assert [{name: each.get(name) for name in same} for each in threaded] == [
         {name: each.get(name) for name in same} for each in at_once
     ]
+
+
+def test_the_end_of_a_long_answer_leaves_others_their_turn() -> None:
+    """All pieces of an answer that is not streamed come at its end."""
+
+    class Finishes:
+        """An engine whose answer is there at once."""
+
+        def submit_all(self, asked: Sequence[tuple[Request, Listener]]) -> list[Any]:
+            for request, listener in asked:
+                for _ in range(5000):
+                    listener(Piece("a", (1,)))
+                n = int(request.prompt.size)
+                listener(Finished(Stop.LIMIT, "", 0, None, Timings(0, n, 0, 0, 0, 0), n, n))
+            return []
+
+    async def run() -> tuple[int, int]:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def never() -> Any:
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(others())
+        await asyncio.sleep(0)
+        before = turns
+        [answer] = await collect(Finishes(), [Request.of([1])], never)  # type: ignore[arg-type]
+        task.cancel()
+        return answer.n_decoded, turns - before
+
+    n_decoded, n_turns = asyncio.run(run())
+    assert n_decoded == 5000
+    assert n_turns >= 5000 // 256

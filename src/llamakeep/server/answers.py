@@ -35,6 +35,8 @@ from llamakeep.server.talk import Ending, Plan, Talk, ending_of
 from llamakeep.server.threads import size_of_answer
 
 _WATCH_AFTER_S = 0.1
+_AT_ONCE = 256
+"""Updates of a long answer that are looked at without a break: about a millisecond."""
 _NO_LIMIT = 1 << 62
 
 
@@ -325,7 +327,9 @@ async def collect(
         meanwhile()
         async with Watch(receive, inbox) as watch:
             while inbox.is_open:
-                for index, update in await inbox.take():
+                for count, (index, update) in enumerate(await inbox.take(), 1):
+                    if count % _AT_ONCE == 0:
+                        await asyncio.sleep(0)  # others are served in between
                     if isinstance(update, Failed):
                         raise update.error
                     answers[index].take(update)
