@@ -10,11 +10,12 @@ from llamakeep.errors import InvalidValue
 from llamakeep.explain.churn import SAME_CHARS, classify
 from llamakeep.explain.compare import compare
 from llamakeep.explain.conversation import from_body, from_text, is_chat, salt_of
-from llamakeep.explain.divergence import around, common_text, same_text_other_tokens
+from llamakeep.explain.divergence import around, same_text_other_tokens
 from llamakeep.explain.kinds import CHURN, Kind
 from llamakeep.explain.reasoning import reasoning_end
 from llamakeep.explain.verdict import LOOSE, Verdict, say
 from llamakeep.runtime.base import Vocab
+from llamakeep.texts import common_text
 from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
 
 _SYNC_TOKENS: Final = 512
