@@ -177,7 +177,7 @@ def test_deep_bodies_are_refused() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"model": "x"}, {"messages": "none"}])
 def test_what_is_no_request_is_refused(body: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValue, match="neither messages nor prompt"):
+    with pytest.raises(InvalidValue, match="neither messages nor input nor prompt"):
         explain(body, body)
 
 
