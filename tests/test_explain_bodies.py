@@ -10,7 +10,9 @@ from llamakeep.explain import Explanation, Kind, explain
 from llamakeep.explain.bodies import from_body
 from tests.explain_pairs import claude
 
-RULES = "You are a careful assistant. Read a file before you edit it. Today is 2026-03-01. Be brief."
+RULES = (
+    "You are a careful assistant. Read a file before you edit it. Today is 2026-03-01. Be brief."
+)
 
 
 def thought(text: str) -> dict[str, Any]:
