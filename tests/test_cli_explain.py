@@ -97,7 +97,7 @@ def test_a_text_may_begin_with_a_bracket(tmp_path: Path) -> None:
     assert explained(one, other).kind is Kind.NEW_TEXT
     one, other = put(tmp_path / "a.txt", '{"x": 1}'), put(tmp_path / "b.txt", '{"x": 1.0}')
     assert explained(one, other, "--text").kind is Kind.NUMBER_FORMAT
-    assert "neither messages nor prompt" in refused(one, other)
+    assert "neither messages nor input nor prompt" in refused(one, other)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -145,7 +145,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     [
         ("a.json", b'{"messages": [}', "a.json is no JSON: Expecting value"),
         ("a.json", b"", "cannot be compared"),
-        ("a.json", b"{}", "neither messages nor prompt"),
+        ("a.json", b"{}", "neither messages nor input nor prompt"),
         ("a.json", b"[]", "neither tokens nor messages"),
         ("a.json", b'["x"]', "neither tokens nor messages"),
         ("a.json", b"[1, -1]", "token -1 at index 1"),

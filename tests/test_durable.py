@@ -13,6 +13,7 @@ import pytest
 
 import llamakeep
 from llamakeep.errors import InvalidValue, StoreError
+from llamakeep.explain import Kind
 
 CHILD = """
 import json, sys
@@ -111,6 +112,24 @@ def test_a_keeper_says_which_tier_and_what_is_below(
         assert keeper.stats()["below"]["tiers"]["disk"]["used_bytes"] == 0
         llm(TEXT, max_tokens=2)
         assert keeper.last.reused_tokens == 0
+
+
+@pytest.mark.model
+def test_a_keeper_explains_that_a_prompt_is_kept_under_other_settings(
+    tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    for options in ({}, {"type_k": 8, "flash_attn": True}):
+        llm = tiny_llama("attention", **options)
+        with llamakeep.attach(llm, cache_dir=tmp_path / "cache") as keeper:
+            llm(TEXT, max_tokens=2)
+            found = keeper.explain()
+            assert found is not None
+            if not options:
+                assert found.kind is Kind.FIRST_SEEN
+                assert keeper.flush(30)
+    assert found.kind is Kind.NAMESPACE
+    assert found.part.startswith("context.")
+    assert "type_k" in found.reason
 
 
 @pytest.mark.model

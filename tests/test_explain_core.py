@@ -22,12 +22,14 @@ from llamakeep.explain import (
     Side,
     explain,
 )
-from llamakeep.explain.divergence import SHOWN_CHARS, common_text, same_text_other_tokens
+from llamakeep.explain.divergence import SHOWN_CHARS, same_text_other_tokens
+from llamakeep.explain.kinds import MEANING, TELLS_NO_TEXT
 from llamakeep.explain.ordering import same_content, too_deep
 from llamakeep.explain.reasoning import without_reasoning
 from llamakeep.fingerprint import Difference, Namespace
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.states import Reuse
+from llamakeep.texts import common_text
 from llamakeep.tokens import as_tokens
 from tests.explain_pairs import SYSTEM, chat, chatml
 
@@ -175,7 +177,7 @@ def test_deep_bodies_are_refused() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"model": "x"}, {"messages": "none"}])
 def test_what_is_no_request_is_refused(body: dict[str, Any]) -> None:
-    with pytest.raises(InvalidValue, match="neither messages nor prompt"):
+    with pytest.raises(InvalidValue, match="neither messages nor input nor prompt"):
         explain(body, body)
 
 
@@ -474,3 +476,27 @@ def test_too_deep() -> None:
 def test_arrays_are_taken() -> None:
     found = explain(as_tokens([1, 2]), np.array([1, 2, 3], np.int64))
     assert (found.kind, found.token_index) == (Kind.NEW_TEXT, 2)
+
+
+# -- without texts ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", list(Kind))
+def test_without_texts_a_reason_quotes_only_where_it_cannot(kind: Kind) -> None:
+    said = Explanation(kind, "it said 'hush'", "message 2 (tool).hush[3]").without_texts()
+    if kind in TELLS_NO_TEXT:
+        assert said.reason == "it said 'hush'"
+    else:
+        assert "hush" not in said.reason
+        assert said.reason == MEANING[kind]
+    if kind not in (Kind.NAMESPACE, Kind.SALT):
+        assert said.part == "message 2 (tool)"
+
+
+def test_settings_of_a_template_are_not_quoted_without_texts() -> None:
+    bodies = [
+        {"messages": [], "chat_template_kwargs": {"persona": persona}}
+        for persona in ("hush", "hush, hush")
+    ]
+    found = explain(*bodies)
+    assert found.kind is Kind.UNKNOWN
+    assert "hush" in found.reason
+    assert "hush" not in json.dumps(found.without_texts().to_json())

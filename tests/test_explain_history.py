@@ -12,8 +12,10 @@ import pytest
 
 import llamakeep
 from llamakeep.engine import Record, Request
+from llamakeep.errors import DecodeError
 from llamakeep.explain import Explanation, History, Kind, RecordLog, Served, explain_logged
 from llamakeep.modes import Mode
+from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.server.recording import Recorder
 from llamakeep.states import Reuse
 from llamakeep.tokens import as_tokens
@@ -65,6 +67,113 @@ def test_without_a_cache_nothing_was_evicted() -> None:
         found = engine.explain("again")
         assert found is not None
         assert found.kind is not Kind.EVICTED
+
+
+def test_what_was_cancelled_while_it_waited_was_never_evicted() -> None:
+    with engine_of(n_seqs=1, capacity_bytes=12_000) as engine:
+        busy = ask(engine, span(50, 9), 400)
+        assert busy.begun.wait(60)
+        waits = ask(engine, span(300, 1), 1, label="waits")
+        for each in (waits, busy):
+            assert each.ticket is not None
+            each.ticket.cancel()
+            each.wait()
+        for seed in range(2, 12):
+            ask(engine, span(300, seed), 1).wait()
+        assert engine.stats()["evicted_segments"] > 0
+        ask(engine, span(300, 1), 1, label="again").wait()
+        waited, again = engine.explain("waits"), engine.explain("again")
+        assert waited is not None
+        assert again is not None
+        assert (waited.kind, again.kind) == (Kind.UNKNOWN, Kind.FIRST_SEEN)
+        assert "before it began" in waited.reason
+
+
+def test_of_what_failed_midway_only_its_beginning_was_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine_of(n_seqs=1, capacity_bytes=12_000) as engine:
+        usual, fails = FakeRuntime.decode, [False]
+
+        def decode(runtime: FakeRuntime, parts: Any) -> Any:
+            if fails[0] and runtime.positions(0).n_tokens >= 128:
+                raise DecodeError("no more")
+            return usual(runtime, parts)
+
+        monkeypatch.setattr(FakeRuntime, "decode", decode)
+        fails[0] = True
+        with pytest.raises(DecodeError):
+            ask(engine, span(300, 1), 1, label="fails").wait()
+        fails[0] = False
+        served = engine.history.find("fails")
+        assert served is not None
+        assert served.held.size <= 128
+        for seed in range(2, 12):
+            ask(engine, span(300, seed), 1).wait()
+        ask(engine, span(300, 1), 1, label="again").wait()
+        found = engine.explain("again")
+        assert found is not None
+        assert found.kind in (Kind.EVICTED, Kind.NEW_TEXT)
+        if found.kind is Kind.EVICTED:
+            assert found.lost_tokens is not None
+            assert found.lost_tokens + (found.reused_tokens or 0) <= 128
+
+
+@pytest.mark.parametrize("cache", ["tree", "upstream"])
+def test_what_is_refused_as_too_large_was_never_evicted(cache: str) -> None:
+    with engine_of(n_seqs=1, capacity_bytes=2_000, cache=cache) as engine:
+        ask(engine, span(40, 7), 1).wait()
+        ask(engine, span(900, 1), 1, label="large").wait()
+        for seed in range(2, 8):
+            ask(engine, span(40, seed), 1).wait()
+        stats = engine.stats()
+        assert stats.get("refused_segments", 0) + stats.get("refused", 0) > 0
+        assert stats.get("evicted_segments", 0) + stats.get("evicted", 0) > 0
+        ask(engine, span(900, 1), 1, label="again").wait()
+        found = engine.explain("again")
+        assert found is not None
+        assert found.kind is not Kind.EVICTED or (found.lost_tokens or 0) < 200
+
+
+def test_whole_prompts_that_were_evicted_are_told() -> None:
+    with engine_of(n_seqs=1, capacity_bytes=12_000, cache="upstream") as engine:
+        ask(engine, span(300, 1), 1, label="first").wait()
+        for seed in range(2, 12):
+            ask(engine, span(300, seed), 1).wait()
+        ask(engine, join(span(300, 1), span(10, 99)), 1, label="again").wait()
+        assert engine.stats()["evicted"] > 0
+        found = engine.explain("again")
+        assert found is not None
+        assert found.kind is Kind.EVICTED
+
+
+@pytest.mark.parametrize(
+    ("family", "capacity_bytes"), [("recurrent", 3_000), ("hybrid", 20_000), ("swa", 20_000)]
+)
+def test_checkpoints_that_were_evicted_are_told(family: str, capacity_bytes: int) -> None:
+    with engine_of(family, n_seqs=1, capacity_bytes=capacity_bytes) as engine:
+        ask(engine, span(300, 1), 1, label="first").wait()
+        for seed in range(2, 30):
+            ask(engine, span(300, seed), 1).wait()
+        ask(engine, join(span(300, 1), span(10, 99)), 1, label="again").wait()
+        stats = engine.stats()
+        assert stats["evicted_checkpoints"] + stats["evicted_segments"] > 0
+        found = engine.explain("again")
+        assert found is not None
+        assert found.kind is Kind.EVICTED
+        assert found.lost_tokens is not None
+        assert 200 < found.lost_tokens <= 300
+
+
+def test_a_request_that_may_not_read_is_not_told_that_it_is_new() -> None:
+    with engine_of(n_seqs=1) as engine:
+        ask(engine, span(100, 1), 1).wait()
+        for mode in (Mode.OFF, Mode.WRITE):
+            ask(engine, join(span(100, 1), span(9, 2)), 1, mode=mode, label=mode.value).wait()
+            found = engine.explain(mode.value)
+            assert found is not None
+            assert found.kind is Kind.UNKNOWN
+            assert "mode" in found.reason
 
 
 @pytest.mark.parametrize("family", ["recurrent", "hybrid"])

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 from llamakeep.errors import IntegrityError, InvalidValue
 from llamakeep.eviction import EvictionQueue
@@ -28,6 +29,9 @@ logger = logging.getLogger("llamakeep")
 _MAX_COLD = 16_384
 """States in tiers below that are remembered; more are found again when they are asked for."""
 
+OnEvicted: TypeAlias = Callable[[bytes, IntArray], None]
+"""Hears of the namespace of a state that goes, and of the tokens from the start to its end."""
+
 
 class SpanForest:
     """Spans of tokens and their states, of several namespaces, over one store.
@@ -40,6 +44,9 @@ class SpanForest:
         policy: What to evict first.
         clock: Seconds.
         namespace: What is looked at and kept; may be changed between calls.
+
+    Attributes:
+        on_evicted: Hears of each state that goes to make room; None for nobody.
 
     Raises:
         InvalidValue: For an unknown policy.
@@ -58,6 +65,7 @@ class SpanForest:
         self.namespace = namespace
         self.policy = get_policy(policy)
         self.counters = TreeCounters()
+        self.on_evicted: OnEvicted | None = None
         self._clock = clock
         self._roots: dict[bytes, SpanNode] = {}
         self._numbers = itertools.count()
@@ -106,7 +114,7 @@ class SpanForest:
         """Hang a new span, the end of `ref`, off the end of a pinned path, as part of that."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
         node.segment = self._kept(node, ref, tier, place)
-        self._roots.setdefault(self.namespace, path.nodes[0][0])
+        self._roots.setdefault(self.namespace, path.nodes[0][0]).namespace = self.namespace
         path.nodes[-1][0].attach(node)
         path.nodes.append((node, ref.end))
         self._n_nodes += 1
@@ -184,12 +192,19 @@ class SpanForest:
         node, ref = kept.node, kept.ref
         if not isinstance(ref, CheckpointRef):  # pragma: no cover - told apart by the callers
             raise InvalidValue(f"{ref} is no checkpoint")
+        self._tell_evicted(node, ref.position)
         self._take_out(node, ref.position)
         self.store.evict(ref.name)
         self.counters.evicted_checkpoints += 1
         self.counters.evicted_bytes += kept.held_bytes
         if self._is_useless(node):
             self._drop_leaf(node)
+
+    def _tell_evicted(self, node: SpanNode, position: int) -> None:
+        """Tell that what would have been restored up to a position is about to go."""
+        if self.on_evicted is not None and node.held_bytes:
+            root, tokens = node.path_to(position)
+            self.on_evicted(root.namespace, tokens)
 
     def _take_out(self, node: SpanNode, position: int) -> None:
         """Take a checkpoint out of its node; its bytes stay where they are."""
@@ -209,6 +224,8 @@ class SpanForest:
         """Drop a leaf and what it holds, and the spans above it that led only there."""
         while node.parent is not None and not node.branches:
             parent = node.parent
+            for position in sorted(node.checkpoints) if self.traits.rolling else (node.end,):
+                self._tell_evicted(node, position)
             self.counters.evicted_bytes += node.held_bytes
             self.counters.evicted_segments += 1
             self.counters.evicted_checkpoints += len(node.checkpoints)

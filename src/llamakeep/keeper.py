@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from llamakeep import fingerprint
 from llamakeep.chat import find_starts, user_delimiter
 from llamakeep.errors import (
     ContextOverflow,
@@ -33,7 +34,7 @@ from llamakeep.errors import (
     whole_number,
 )
 from llamakeep.explain import Explanation, History, Served, kept_elsewhere
-from llamakeep.fingerprint import Namespace, read_adapters
+from llamakeep.fingerprint import Difference, Namespace, read_adapters
 from llamakeep.modelfile import inspect_file
 from llamakeep.modes import Mode, current_mode
 from llamakeep.policy import Policy, get_policy
@@ -117,6 +118,8 @@ class Keeper:
             rolling=runtime.traits.rolling,
             align=sequence.align,
         )
+        history, exact = self._history, runtime.traits.rolling
+        tree.on_evicted = lambda namespace, tokens: history.evicted(namespace, tokens, exact)
 
     def __repr__(self) -> str:
         state = "" if self._attached else " detached"
@@ -625,16 +628,20 @@ class Keeper:
             mode=self._mode,
         )
         self._tell(llm)
+        elsewhere: tuple[Difference, ...] = ()
         if reuse.reason == FIRST_TIME:
-            elsewhere = kept_elsewhere(self._tree.store.below, self._namespace, prompt)
-            reuse = replace(reuse, reason=elsewhere or FIRST_TIME)
+            namespace, below = self._namespace, self._tree.store.below
+            elsewhere = kept_elsewhere(below, namespace.digest, namespace.describe(), prompt)
+            reuse = replace(
+                reuse, reason=fingerprint.explain(elsewhere) if elsewhere else FIRST_TIME
+            )
         self._note(reuse)
-        self._remember(prompt, reuse)
+        self._remember(prompt, reuse, elsewhere)
         return reuse.reused_tokens
 
-    def _remember(self, prompt: IntArray, reuse: Reuse) -> None:
+    def _remember(self, prompt: IntArray, reuse: Reuse, elsewhere: tuple[Difference, ...]) -> None:
         """Note a request to be explained, with its tokens only if they may be kept."""
-        keeps = self._mode.writes
+        keeps, now = self._mode.writes, self._history.now()
         self._history.add(
             Served(
                 id=self._totals["requests"],
@@ -644,6 +651,10 @@ class Keeper:
                 n_prompt=int(prompt.size),
                 reuse=reuse,
                 keeps=keeps,
+                reads=self._mode.reads,
+                elsewhere=elsewhere,
+                resumed_s=now,
+                ended_s=now,
             )
         )
 

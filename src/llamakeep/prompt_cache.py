@@ -99,6 +99,8 @@ class PromptCache:
         counters: How often what happened: `saved`, `cached`, `refused`, `trimmed` (stored with
             fewer checkpoints), `evicted`, `obsolete`, `hits`, `misses`, `no_memory`, `failed_save`,
             `failed_load`.
+        on_evicted: Hears of the namespace and the tokens of each entry that goes to make room;
+            None for nobody.
 
     Raises:
         InvalidValue: For an argument that is none of these.
@@ -128,6 +130,7 @@ class PromptCache:
         self.mode: CacheMode = mode
         self.policy = get_policy(policy, "prompts")
         self.counters: dict[str, int] = {}
+        self.on_evicted: Callable[[bytes, IntArray], None] | None = None
         self._limit_bytes = limit_bytes
         self._budget = ByteBudget(limit_bytes)
         self._keep_checkpoints: KeepCheckpoints = checkpoints
@@ -597,6 +600,8 @@ class PromptCache:
         now = self._clock()
         entry = min(self._entries, key=lambda entry: self.policy.rank(entry, now))
         self._count("evicted")
+        if self.on_evicted is not None:
+            self.on_evicted(entry.namespace, entry.tokens)
         self._emit(event(entry))
         self._remove(entry)
 

@@ -346,6 +346,11 @@ class Slots:
         slot.kind, slot.keeps = kind, writes
         return loaded
 
+    def tell_evicted(self, hear: Callable[[bytes, IntArray], None]) -> None:
+        """Let somebody hear of entries that go to make room: namespace and tokens of each."""
+        prefix = self._prefix
+        self._cache.on_evicted = lambda name, tokens: hear(name.removeprefix(prefix), tokens)
+
     def _named(self, namespace: bytes | None) -> bytes:
         return self._prefix + (self._default if namespace is None else namespace)
 

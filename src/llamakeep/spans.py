@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from llamakeep.radix import Node
 from llamakeep.states import CheckpointRef, SegmentRef
 from llamakeep.tokens import IntArray, Place
@@ -91,15 +93,28 @@ class SpanNode(Node):
             part; the root covers nothing.
         checkpoints: By position, start < position <= end.
         pins: While above 0, the node and what it holds stay.
+        namespace: Of a root: what its prompts are kept for.
     """
 
-    __slots__ = ("checkpoints", "pins", "segment")
+    __slots__ = ("checkpoints", "namespace", "pins", "segment")
 
     def __init__(self, tokens: IntArray, start: int = 0) -> None:
         super().__init__(tokens, start)
         self.segment: Kept | None = None
         self.checkpoints: dict[int, Kept] = {}
         self.pins = 0
+        self.namespace = b""
+
+    def path_to(self, position: int) -> tuple[SpanNode, IntArray]:
+        """Return the root above, and all tokens from there up to a position in this node.
+
+        Costs a copy of these tokens.
+        """
+        node, end, parts = self, position, [self.tokens[: position - self.start]]
+        while node.parent is not None:
+            node, end = node.parent, node.start
+            parts.append(node.tokens[: end - node.start])
+        return node, np.concatenate(parts[::-1])
 
     def states(self) -> Iterator[Kept]:
         """Yield the segment and the checkpoints."""

@@ -44,9 +44,10 @@ from llamakeep.errors import (
     whole_number,
 )
 from llamakeep.explain import Explanation, History
+from llamakeep.fingerprint import Difference
 from llamakeep.outline import Outline
 from llamakeep.runtime.base import Runtime, Vocab
-from llamakeep.tokens import as_tokens
+from llamakeep.tokens import IntArray, as_tokens
 
 logger = logging.getLogger("llamakeep")
 
@@ -154,7 +155,10 @@ class Engine:
             policy=kept["policy"] if kept["capacity_bytes"] else "",
             rolling=runtime.traits.rolling,
             align=align,
+            elsewhere=self._kept_elsewhere,
+            clock=clock,
         )
+        keeping.tell_evicted(self.history.evicted)
         self._looks = Looks(keeping.outline, self._post, clock)
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -333,7 +337,8 @@ class Engine:
     ) -> Explanation | None:
         """Say why the rest of a prompt was evaluated; None for a request that is forgotten.
 
-        From any thread; costs some milliseconds for a long prompt.
+        From any thread; costs some milliseconds for a long prompt, and reads of the disk tier for
+        one of which nothing was known.
 
         Args:
             request: Number or label of one of the last requests; the last one if None.
@@ -345,6 +350,10 @@ class Engine:
             return None
         found = self.history.explain(served, self.vocab, salts=texts)
         return found if texts else found.without_texts()
+
+    def _kept_elsewhere(self, namespace: bytes, tokens: IntArray) -> tuple[Difference, ...]:
+        """Ask the tiers, in the thread that wants to know; not when they are about to be closed."""
+        return () if self._closing else self._keeping.kept_elsewhere(namespace, tokens)
 
     def entries(self) -> list[dict[str, Any]]:
         """Return every kept prompt, most recently used first: JSON-ready."""
@@ -512,8 +521,9 @@ class Engine:
             self._n_open -= 1
         record = job.record(last, self._clock())
         self._records.add(record)
-        self.history.add(job.served(self._keeping.namespace_of(job.request.salt)))
-        self._untold.add(record)
+        served = job.served(self._keeping.namespace_of(job.request.salt), self._clock())
+        self.history.add(served)
+        self._untold.add(record, served)
 
     def _shut_down(self) -> None:
         """End everything that is left, keep what is live, free the context."""

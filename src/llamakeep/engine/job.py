@@ -54,6 +54,7 @@ class Job:
             it had not. It begins again when another one has ended since.
         cancelled: Nobody wants more of it; may be set from any thread.
         ended: It has been told its end.
+        n_held: Tokens that its slot held when it left it.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Job:
         self.sent_back_at = -1
         self.cancelled = False
         self.ended = False
+        self.n_held = 0
+        self._resumed: float | None = None
         self.slot_id: int | None = None
         self._listener = listener
         self._on_progress = on_progress
@@ -107,7 +110,7 @@ class Job:
         self.start_clock(now)
         self.slot_id = slot_id
         if self.reuse is None:
-            self.reuse = reuse
+            self.reuse, self._resumed = reuse, now
             self._tell(Begun(slot_id, reuse))
 
     def start_clock(self, now: float) -> None:
@@ -211,19 +214,28 @@ class Job:
         except Exception:  # who listens badly must not stop the others
             logger.exception("a listener of request %d failed", self.id)
 
-    def served(self, namespace: bytes) -> Served:
-        """Return what it is explained by later: its tokens too, if they may be kept."""
-        keeps = self.request.mode.writes
+    def served(self, namespace: bytes, now: float) -> Served:
+        """Return what it is explained by later: its tokens too, if they may be kept.
+
+        An answer's last token is never evaluated: it counts as held if all before it are.
+        """
+        request, mode = self.request, self.request.mode
+        keeps = mode.writes
         return Served(
             id=self.id,
-            label=self.request.label,
+            label=request.label,
             namespace=namespace,
             tokens=self.known.copy() if keeps else self._known[:0].copy(),
-            n_prompt=int(self.request.prompt.size),
+            n_prompt=int(request.prompt.size),
             reuse=self.reuse,
             keeps=keeps,
-            session=self.request.session,
-            body=self.request.body if keeps else None,
+            session=request.session,
+            body=request.body if keeps else None,
+            alias=request.alias,
+            reads=mode.reads,
+            held_tokens=self.n_known if self.n_held >= self.n_known - 1 else self.n_held,
+            resumed_s=self._resumed,
+            ended_s=now,
         )
 
     def record(self, last: Finished | Failed, now: float) -> Record:

@@ -6,12 +6,14 @@ what was. `TreeKeeping` has one `KeptSequence` for each slot, all over one tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from llamakeep.engine.request import Request
 from llamakeep.engine.slotfile import SlotContent
+from llamakeep.explain import kept_elsewhere
+from llamakeep.fingerprint import Difference
 from llamakeep.outline import Outline
 from llamakeep.runtime.base import Runtime
 from llamakeep.sequence import KeptSequence
@@ -19,6 +21,10 @@ from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray, common_prefix
 from llamakeep.tree import PrefixTree
 from llamakeep.wholes import read_whole
+
+HearEvicted: TypeAlias = Callable[[bytes, IntArray, bool], None]
+"""Hears of the namespace of a state that goes to make room, of the tokens up to its end, and
+whether it served only prompts that begin with all of them."""
 
 
 class Keeping(Protocol):
@@ -131,6 +137,17 @@ class Keeping(Protocol):
         """Return what is kept as a tree, in few strokes; bounded, whatever is kept."""
         ...  # pragma: no cover - protocol
 
+    def tell_evicted(self, hear: HearEvicted) -> None:
+        """Let somebody hear of what goes to make room, in the engine's thread."""
+        ...  # pragma: no cover - protocol
+
+    def kept_elsewhere(self, namespace: bytes, tokens: IntArray) -> tuple[Difference, ...]:
+        """Return under which other settings tiers below have a prompt's beginning, or nothing.
+
+        From any thread; costs reads of a tier.
+        """
+        ...  # pragma: no cover - protocol
+
     def forget(self) -> Callable[[], None]:
         """Forget everything that is kept, for every tenant this engine has seen.
 
@@ -161,6 +178,8 @@ class TreeKeeping:
         namespaces: Returns what makes a tenant's states incompatible with others, for its salt.
         all_namespaces: Returns those of all tenants of this model and these settings, those of
             earlier processes included, for `forget`.
+        describe: Returns the description of a namespace, None if it is not known; see
+            `Namespace.describe`. From any thread.
         similarity: Share of a prompt that an idle slot must hold to be chosen for it; else the one
             used least recently is. 0 chooses by recency alone.
         align: See `KeptSequence`.
@@ -174,6 +193,7 @@ class TreeKeeping:
         namespaces: Callable[[str], bytes],
         *,
         all_namespaces: Callable[[], Sequence[bytes]] = tuple,
+        describe: Callable[[bytes], Mapping[str, Any] | None] = lambda _digest: None,
         similarity: float = 0.1,
         align: int = 8,
         min_step: int = 512,
@@ -185,6 +205,7 @@ class TreeKeeping:
         self._tree = tree
         self.namespace_of = namespaces
         self._all_namespaces = all_namespaces
+        self._describe = describe
         self._similarity = similarity
         self._salts = [""] * runtime.n_seqs
         self._sequences = [
@@ -346,6 +367,18 @@ class TreeKeeping:
     def outline(self) -> Outline:
         """Return the trees of all tenants, in few strokes."""
         return self._tree.outline()
+
+    def tell_evicted(self, hear: HearEvicted) -> None:
+        """Let somebody hear of what goes from memory."""
+        exact = self._runtime.traits.rolling
+        self._tree.on_evicted = lambda namespace, tokens: hear(namespace, tokens, exact)
+
+    def kept_elsewhere(self, namespace: bytes, tokens: IntArray) -> tuple[Difference, ...]:
+        """Ask the tiers on this machine for other namespaces of the same tenant."""
+        described = self._describe(namespace)
+        if described is None:
+            return ()
+        return kept_elsewhere(self._tree.store.below, namespace, described, tokens)
 
     def forget(self) -> Callable[[], None]:
         """Forget what is kept, on disk too; a shared tier keeps what it has until it expires."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from llamakeep.engine.records import Record
 from llamakeep.engine.request import Progress, Request
 from llamakeep.errors import LlamakeepError
+from llamakeep.explain import Served
 
 logger = logging.getLogger("llamakeep")
 
@@ -22,9 +23,9 @@ class Observer:
 
     What it raises is logged, and changes nothing. While it listens the engine may stand still, so
     it is quick, and waits neither for an answer nor for a thread that may wait for the engine. In
-    `ended` and `refused` it may call any method of the engine. In `progressed` and `saved`, which
-    come in the middle of a batch, only what does not touch the context: `stats`, `recent`,
-    `submit`, and `cancel` of a ticket. After the end there are only `stats` and `recent`.
+    `ended`, `served` and `refused` it may call any method of the engine. In `progressed` and
+    `saved`, which come in the middle of a batch, only what does not touch the context: `stats`,
+    `recent`, `submit`, and `cancel` of a ticket. After the end there are only `stats` and `recent`.
     """
 
     def ended(self, record: Record) -> None:
@@ -32,6 +33,9 @@ class Observer:
 
         One record after the other, in the engine's thread or in one that called `Engine.settle`.
         """
+
+    def served(self, record: Record, served: Served) -> None:
+        """The same as `ended`, which comes before it, with what the request is explained by."""
 
     def progressed(self, request: Request, progress: Progress) -> None:
         """A prompt is being evaluated, and has been for `PROGRESS_EVERY_MS` or a multiple of it."""
@@ -59,6 +63,10 @@ class Observers(Observer):
     def ended(self, record: Record) -> None:
         """Tell all of them."""
         self._tell(lambda each: each.ended(record))
+
+    def served(self, record: Record, served: Served) -> None:
+        """Tell all of them."""
+        self._tell(lambda each: each.served(record, served))
 
     def progressed(self, request: Request, progress: Progress) -> None:
         """Tell all of them."""
@@ -96,16 +104,16 @@ class Untold:
 
     def __init__(self, observers: Observer) -> None:
         self._observers = observers
-        self._records: deque[Record] = deque()
+        self._records: deque[tuple[Record, Served]] = deque()
         self._telling = threading.Lock()
         self._teller = 0
 
     def __bool__(self) -> bool:
         return bool(self._records)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record, served: Served) -> None:
         """Add one, for `tell`."""
-        self._records.append(record)
+        self._records.append((record, served))
 
     def tell(self, wait_s: float) -> bool:
         """Tell all there are; from an observer that hears of one right now, do nothing.
@@ -123,7 +131,9 @@ class Untold:
             try:
                 self._teller = threading.get_ident()
                 while self._records:
-                    self._observers.ended(self._records.popleft())
+                    record, served = self._records.popleft()
+                    self._observers.ended(record)
+                    self._observers.served(record, served)
             finally:
                 self._teller = 0
                 self._telling.release()

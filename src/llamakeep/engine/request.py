@@ -61,6 +61,7 @@ class Request:
         label: A name for logs, such as the identifier of an HTTP request.
         session: What its sender says that it belongs to.
         body: The body that it was made of, only where texts may be kept to explain requests.
+        alias: Another name that its sender knows it by, or "".
 
     Raises:
         TokenError: For an empty prompt, or one that is no list of tokens.
@@ -81,6 +82,7 @@ class Request:
     label: str = ""
     session: str = ""
     body: Mapping[str, Any] | None = None
+    alias: str = ""
 
     @classmethod
     def of(cls, prompt: TokensLike, **options: object) -> Request:

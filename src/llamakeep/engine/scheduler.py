@@ -335,6 +335,7 @@ class Scheduler:
         running = [(slot, slot.job) for slot in self.slots if slot.job is not None]
         slot, job = max(running, key=lambda pair: pair[0].n_began)
         if len(running) > 1:
+            job.n_held = self._held(slot)
             self.cells.empty(slot)
             slot.job, job.sent_back_at = None, self._n_ended
             self.waiting.appendleft(job)
@@ -359,6 +360,7 @@ class Scheduler:
     def _fail(self, slot: SlotState | None, job: Job, error: LlamakeepError) -> None:
         if slot is not None:
             slot.job, slot.last_used = None, self._clock()
+            job.n_held = self._held(slot)
             self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
         self._end(job, Failed(error))
 
@@ -384,7 +386,7 @@ class Scheduler:
     def _finish(self, slot: SlotState, job: Job, stop: Stop, *, truncated: bool = False) -> None:
         """The answer is complete."""
         slot.job, slot.last_used = None, self._clock()
-        n_held = self._held(slot)
+        n_held = job.n_held = self._held(slot)
         self.cells.guarded("end", partial(self._keeping.end, slot.slot_id, job.request))
         self._end(job, job.finish(stop, n_held, self._clock(), truncated=truncated))
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llamakeep.engine.keeping import HearEvicted
 from llamakeep.engine.request import Request
 from llamakeep.engine.slotfile import SlotContent
 from llamakeep.entries import Entry, Loading, Saving
+from llamakeep.fingerprint import Difference
 from llamakeep.outline import MOST_SPANS, Outline, Seen
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
@@ -208,6 +210,14 @@ class PromptKeeping:
             for entry in entries
         ]
         return Outline(self._clock(), seen, len(self._cache) - len(seen))
+
+    def tell_evicted(self, hear: HearEvicted) -> None:
+        """Let somebody hear of entries that go. How much of one would be used, other rules say."""
+        self._slots.tell_evicted(lambda namespace, tokens: hear(namespace, tokens, True))
+
+    def kept_elsewhere(self, namespace: bytes, tokens: IntArray) -> tuple[Difference, ...]:
+        """Return nothing: there are no tiers below memory."""
+        return ()
 
     def forget(self) -> Callable[[], None]:
         """Forget all entries."""

@@ -13,9 +13,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Final
 
 from llamakeep.explain import marks
-from llamakeep.explain.divergence import common_text
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import reordered
+from llamakeep.texts import common_text
 
 SAME_CHARS: Final = 24
 """Characters that have to be the same again behind what differs."""

@@ -1,28 +1,15 @@
-"""Prompts as conversations: from request bodies, and from texts that a chat template wrote."""
+"""Prompts as conversations, and those that the texts of chat templates show."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from llamakeep.errors import InvalidValue
-from llamakeep.explain.ordering import MOST_DEPTH, dumps, too_deep
+from llamakeep.explain.ordering import dumps
 
-_UNWRITTEN: Final = frozenset(
-    {"cache_control", "signature", "citations", "annotations", "refusal", "audio", "index"}
-)
-"""Fields of messages that no chat template writes."""
 _MOST_MESSAGES: Final = 16384
-_SETTINGS: Final = (
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "add_generation_prompt",
-    "continue_final_message",
-    "documents",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,119 +78,6 @@ class Conversation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     salt: str | None = None
     rendered: bool = False
-
-
-# -- request bodies --------------------------------------------------------------------------------
-
-
-def is_chat(body: Mapping[str, Any]) -> bool:
-    """Return whether a request body has messages."""
-    return isinstance(body.get("messages"), list)
-
-
-def from_body(body: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a request to OpenAI's, llama-server's or Anthropic's chat API.
-
-    Raises:
-        InvalidValue: For JSON that is nested too deeply, and for a body without messages.
-    """
-    if too_deep(dict(body), most=2 * MOST_DEPTH):
-        raise InvalidValue(f"a request body is nested more than {2 * MOST_DEPTH} times")
-    if not is_chat(body):
-        raise InvalidValue("a request body has no messages")
-    messages = [_message(f"messages[{index}]", each) for index, each in enumerate(body["messages"])]
-    if body.get("system"):
-        leaves = tuple(_content("system", body["system"]))
-        messages.insert(0, Message("system", "system", leaves))
-    tools_path = "functions" if body.get("functions") and not body.get("tools") else "tools"
-    tools = body.get(tools_path)
-    return Conversation(
-        tuple(messages),
-        tuple(_written(each) for each in tools) if isinstance(tools, list) else (),
-        tools_path,
-        {name: body[name] for name in _SETTINGS if body.get(name) is not None},
-        salt_of(body),
-    )
-
-
-def salt_of(body: Mapping[str, Any]) -> str | None:
-    """Return the salt of a request, if it has one."""
-    salt = body.get("cache_salt")
-    return salt if isinstance(salt, str) and salt else None
-
-
-def _message(path: str, message: Any) -> Message:
-    if not isinstance(message, Mapping):
-        return Message(path, "?", (Leaf(path, "text", message),))
-    role = message.get("role")
-    role = role if isinstance(role, str) else "?"
-    if role == "developer":  # as most templates have it
-        role = "system"
-    return Message(path, role, tuple(_leaves(path, _written(message))))
-
-
-def _written(value: Any) -> Any:
-    """Return an object without what no template writes, and without what is null."""
-    if not isinstance(value, Mapping):
-        return value
-    return {k: v for k, v in value.items() if v is not None and k not in _UNWRITTEN}
-
-
-def _leaves(path: str, message: Mapping[str, Any]) -> Iterator[Leaf]:
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        if isinstance(message.get(name), str) and message[name]:
-            yield Leaf(f"{path}.{name}", "reasoning", message[name])
-    yield from _content(f"{path}.content", message.get("content"))
-    calls = message.get("tool_calls")
-    for index, call in enumerate(calls if isinstance(calls, list) else ()):
-        yield from _call(f"{path}.tool_calls[{index}]", call)
-    known = {"role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking"}
-    for name in sorted(set(message) - known, key=str):
-        what = "id" if name in ("tool_call_id", "id") else str(name)
-        yield Leaf(f"{path}.{name}", what, message[name])
-
-
-def _content(path: str, content: Any) -> Iterator[Leaf]:
-    if isinstance(content, str) or not isinstance(content, list):
-        if content not in (None, ""):
-            yield Leaf(path, "text", content)
-        return
-    for index, block in enumerate(content):
-        yield from _block(f"{path}[{index}]", block)
-
-
-def _block(path: str, block: Any) -> Iterator[Leaf]:
-    if not isinstance(block, Mapping):
-        yield Leaf(path, "text", block)
-        return
-    block = _written(block)
-    kind = block.get("type")
-    if kind in ("text", "input_text", "output_text") and isinstance(block.get("text"), str):
-        if block["text"]:
-            yield Leaf(f"{path}.text", "text", block["text"])
-    elif kind in ("thinking", "redacted_thinking", "reasoning"):
-        value = block.get("thinking", block.get("text", block.get("data", "")))
-        yield Leaf(f"{path}.{kind}", "reasoning", value)
-    elif kind == "tool_use":
-        yield Leaf(f"{path}.id", "id", block.get("id"))
-        yield Leaf(f"{path}.name", "name", block.get("name"))
-        yield Leaf(f"{path}.input", "arguments", block.get("input"))
-    elif kind == "tool_result":
-        yield Leaf(f"{path}.tool_use_id", "id", block.get("tool_use_id"))
-        yield from _content(f"{path}.content", block.get("content"))
-    else:
-        yield Leaf(path, str(kind), block)
-
-
-def _call(path: str, call: Any) -> Iterator[Leaf]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        yield Leaf(path, "call", call)
-        return
-    if call.get("id") is not None:
-        yield Leaf(f"{path}.id", "id", call["id"])
-    yield Leaf(f"{path}.function.name", "name", function.get("name"))
-    yield Leaf(f"{path}.function.arguments", "arguments", function.get("arguments"))
 
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -6,31 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llamakeep.tokens import IntArray, common_prefix
-
 Piece = Callable[[int], bytes]
 """What a token adds to a text, in UTF-8; see `Vocab.piece`."""
 
 SHOWN_CHARS = 80
 """Most characters of a text that are shown on each side of a divergence."""
 
-_CHUNK = 4096
 _SYNC_TOKENS = 512
-
-
-def common_text(one: str, other: str) -> int:
-    """Return how many leading characters two texts share. Costs a few memory comparisons."""
-    low, high = 0, min(len(one), len(other))
-    while low < high and one[low : low + _CHUNK] == other[low : low + _CHUNK]:
-        low += min(_CHUNK, high - low)
-    high = min(high, low + _CHUNK)
-    while low < high:  # texts are equal up to low
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +41,6 @@ def around(before: str, after: str, at: int) -> Around:
         before[at : at + SHOWN_CHARS],
         after[at : at + SHOWN_CHARS],
     )
-
-
-def is_prefix(one: IntArray, other: IntArray) -> bool:
-    """Return whether `other` begins with all of `one`."""
-    return one.size <= other.size and common_prefix(one, other) == one.size
 
 
 def same_text_other_tokens(before: Sequence[int], after: Sequence[int], piece: Piece) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.explain.divergence import NOWHERE, Around
-from llamakeep.explain.kinds import ADVICE, MEANING, Kind
+from llamakeep.explain.kinds import ADVICE, MEANING, TELLS_NO_TEXT, Kind
 
 _NUMBERS = (
     "char_index",
@@ -21,6 +22,12 @@ _NUMBERS = (
 )
 _TEXTS = ("reason", "part", "tier", "policy", "request_id", "before_id")
 _MOST_CHARS = 4096
+_PLAIN_PATH = re.compile(
+    r"message \d+(?: \((?:system|user|assistant|tool)\))?|(?:messages|input|tools)(?:\[\d+\])?"
+    r"(?:\.content(?:\[\d+\])?)?|tools order|system|instructions|prompt|cache_salt"
+)
+_SETTINGS = (Kind.NAMESPACE, Kind.SALT)
+"""Their parts are names of settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,18 @@ class Explanation:
         return ADVICE[self.kind]
 
     def without_texts(self) -> Explanation:
-        """Return the same with nothing in it that prompts say."""
-        return replace(self, reason=MEANING.get(self.kind, self.reason), around=NOWHERE)
+        """Return the same with nothing in it that prompts say.
+
+        Reasons of a few kinds stay as they are; of all others there is a sentence for each kind. Of
+        a part's path only the beginning stays: what follows can be keys that a client chose.
+        """
+        tells_none = self.kind in TELLS_NO_TEXT
+        reason = self.reason if tells_none else MEANING[self.kind]
+        path = _PLAIN_PATH.match(self.part)
+        part = "" if path is None else path.group()
+        if self.kind in _SETTINGS:
+            part = self.part
+        return replace(self, reason=reason, part=part, around=NOWHERE)
 
     def to_json(self) -> dict[str, Any]:
         """Return all that is known, ready for JSON."""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from llamakeep.errors import whole_number
+from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.explain.circumstances import Circumstances, Evicted
+from llamakeep.explain.evictions import Evictions, Held, deepest
 from llamakeep.explain.explaining import explain
 from llamakeep.explain.explanation import Explanation
+from llamakeep.explain.kinds import Kind
 from llamakeep.explain.prompts import Side
 from llamakeep.fingerprint import Difference
 from llamakeep.runtime.base import Vocab
 from llamakeep.states import Reuse
 from llamakeep.tokens import IntArray, common_prefix
+
+logger = logging.getLogger("llamakeep")
+
+Elsewhere: TypeAlias = Callable[[bytes, IntArray], tuple[Difference, ...]]
+"""Returns under which other settings a prompt is kept, for the namespace that has nothing of it."""
 
 MOST_REQUESTS: Final = 100
 _SLACK_TOKENS: Final = 2
@@ -41,6 +50,14 @@ class Served:
         keeps: What it left behind may serve others.
         text: Its text, where that is kept.
         body: The request that it was made of, where that is kept.
+        alias: Another name that its sender knows it by, or "".
+        reads: It might use what is kept.
+        held_tokens: How many of its tokens were evaluated in the end, and may have been kept; None
+            for all of them.
+        elsewhere: How it is kept in another namespace, if that was looked for at once.
+        resumed_s: When what is kept was looked through for it; None if it never was, or if that is
+            not known.
+        ended_s: When it ended, by the same clock.
     """
 
     id: int
@@ -53,6 +70,17 @@ class Served:
     keeps: bool = True
     text: str | None = None
     body: Mapping[str, Any] | None = None
+    alias: str = ""
+    reads: bool = True
+    held_tokens: int | None = None
+    elsewhere: tuple[Difference, ...] = ()
+    resumed_s: float | None = None
+    ended_s: float = 0.0
+
+    @property
+    def held(self) -> IntArray:
+        """What it left behind, which may have been kept."""
+        return self.tokens if self.held_tokens is None else self.tokens[: self.held_tokens]
 
     @property
     def prompt(self) -> IntArray:
@@ -71,6 +99,9 @@ class History:
         rolling: A position is restorable only where a checkpoint sits.
         align: Prompts are resumed at multiples of this.
         capacity_tokens: Tokens that are held at most: those of the oldest requests go first.
+        elsewhere: Asked, in the thread that wants an explanation, about a prompt of which nothing
+            was known.
+        clock: Seconds; that of `Served.resumed_s` and `Served.ended_s`.
     """
 
     def __init__(
@@ -80,7 +111,12 @@ class History:
         rolling: bool = False,
         align: int = 1,
         capacity_tokens: int = 1 << 22,
+        elsewhere: Elsewhere = lambda _namespace, _tokens: (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.now = clock
+        self._elsewhere = elsewhere
+        self._evictions = Evictions()
         self._policy = policy
         self._rolling = rolling
         self._slack = whole_number("align", align, 1) + _SLACK_TOKENS
@@ -113,16 +149,29 @@ class History:
         """Forget all of them."""
         with self._lock:
             self._served.clear()
+            self._evictions.clear()
             self._n_tokens = 0
 
+    def evicted(self, namespace: bytes, tokens: IntArray, exact: bool) -> None:
+        """Note a state that goes to make room. Costs a hash of its tokens.
+
+        Args:
+            namespace: Digest of its namespace.
+            tokens: From the start to its end.
+            exact: It served only prompts that begin with all of them.
+        """
+        with self._lock:
+            self._evictions.add(namespace, tokens, exact=exact, at_s=self.now())
+
     def find(self, request: int | str | None = None) -> Served | None:
-        """Return a request by its number or its label, the newest one first; None if it is gone.
+        """Return a request by its number or a name, the newest one first; None if it is gone.
 
         Args:
             request: Which one; the last if None.
         """
         for served in reversed(self._snapshot()):
-            if request is None or request in (served.id, served.label, str(served.id)):
+            names = (served.id, served.label, served.alias, str(served.id))
+            if request is None or request in names:
                 return served
         return None
 
@@ -137,20 +186,41 @@ class History:
             salts: Say that it was sent with another salt before: not to who may not know that.
         """
         before, _ = self._best(served, same=True)
-        found = explain(
-            None if before is None else Side(before.tokens, before.text, before.body),
-            Side(served.prompt, served.text, served.body),
-            vocab=vocab,
-            circumstances=self.circumstances(served, salts=salts),
-        )
+        known = self.circumstances(served, salts=salts, looks=True)
+        why = self._untold(served)
+        if why:
+            found = explain(None, Side(text=""), circumstances=known)
+            if not known.shared_tokens and not known.reused_tokens:
+                found = replace(found, kind=Kind.UNKNOWN, reason=why)
+            before = None
+        else:
+            found = _compared(before, served, vocab, known)
         return replace(
             found,
             request_id=served.label or str(served.id),
             before_id="" if before is None else before.label or str(before.id),
         )
 
-    def circumstances(self, served: Served, *, salts: bool = False) -> Circumstances:
-        """Return what is known of a request beside its text; for `salts` see `explain`."""
+    def _untold(self, served: Served) -> str:
+        """Return why a request cannot be compared with those before it, or ""."""
+        if served.reuse is None:
+            return "it ended before it began, so that nothing of it was read"
+        if not served.reads:
+            return "it was not to use what is kept (cache_mode)"
+        if not served.prompt.size:
+            return "its tokens are not remembered (cache_mode), so that it cannot be compared"
+        return ""
+
+    def circumstances(
+        self, served: Served, *, salts: bool = False, looks: bool = False
+    ) -> Circumstances:
+        """Return what is known of a request beside its text.
+
+        Args:
+            served: The request.
+            salts: See `explain`.
+            looks: Ask where else a prompt is kept of which nothing was known; that reads a disk.
+        """
         reuse, n_prompt = served.reuse, served.n_prompt
         if reuse is None:
             return Circumstances(prompt_tokens=n_prompt, slack_tokens=self._slack)
@@ -159,27 +229,41 @@ class History:
         known = Circumstances.of(
             reuse,
             shared_tokens=shared,
-            stored_tokens=None if before is None or seen != shared else int(before.tokens.size),
+            stored_tokens=None if before is None or seen != shared else int(before.held.size),
             rolling=self._rolling,
             nearest_checkpoint=(reuse.reused_tokens or None) if self._rolling else None,
             slack_tokens=self._slack,
         )
-        kept = self._kept(served)
-        if self._policy and kept > shared + self._slack:
-            known = replace(known, evicted=Evicted(self._policy, kept))
-        if salts and not shared:
-            known = replace(known, namespaces=self._under_another_salt(served))
+        gone = self._evicted(served, shared)
+        if gone > shared + self._slack:
+            known = replace(known, evicted=Evicted(self._policy, gone))
+        if not shared and served.reads:
+            found = self._under_another_salt(served) if salts else ()
+            found = found or served.elsewhere
+            if looks and not found and served.prompt.size:
+                found = self._elsewhere(served.namespace, served.prompt)
+            known = replace(known, namespaces=found)
         return known
 
-    def _kept(self, served: Served) -> int:
-        """Return how many tokens of a prompt were kept once: what went before it left them."""
-        before = (each for each in self._before(served) if each.keeps)
-        found = (
-            common_prefix(each.tokens, served.prompt)
-            for each in before
-            if each.namespace == served.namespace
+    def _evicted(self, served: Served, shared: int) -> int:
+        """Return up to which token a prompt would have been served but for evictions."""
+        if not self._policy or served.resumed_s is None or not served.reads:
+            return 0
+        with self._lock:
+            gone = self._evictions.snapshot()
+        before = [
+            Held(each.held, each.ended_s)
+            for each in self._before(served)
+            if each.keeps and each.namespace == served.namespace
+        ]
+        return deepest(
+            gone,
+            served.namespace,
+            served.prompt,
+            before,
+            above=shared + self._slack,
+            before_s=served.resumed_s,
         )
-        return max(found, default=0)
 
     def _under_another_salt(self, served: Served) -> tuple[Difference, ...]:
         other, shared = self._best(served, same=False)
@@ -197,14 +281,34 @@ class History:
         best, most = None, 0
         for each in self._before(served):
             if (each.namespace == served.namespace) is same:
-                shared = common_prefix(each.tokens, served.prompt)
+                shared = common_prefix(each.held, served.prompt)
                 if shared >= most and shared:
                     best, most = each, shared
         return best, most
 
     def _before(self, served: Served) -> Iterable[Served]:
-        return takewhile(lambda each: each is not served, self._snapshot())
+        """Return those that ended before it; none if it is forgotten itself."""
+        all_of_them = self._snapshot()
+        if not any(each is served for each in all_of_them):
+            return ()
+        return takewhile(lambda each: each is not served, all_of_them)
 
     def _snapshot(self) -> Sequence[Served]:
         with self._lock:
             return tuple(self._served)
+
+
+def _compared(
+    before: Served | None, served: Served, vocab: Vocab | None, known: Circumstances
+) -> Explanation:
+    """Compare a request with one before it; by tokens alone if one of the bodies cannot be read."""
+    old = None if before is None else Side(before.held, before.text, before.body)
+    new = Side(served.prompt, served.text, served.body)
+    try:
+        return explain(old, new, vocab=vocab, circumstances=known)
+    except InvalidValue as error:
+        if new.body is None and (old is None or old.body is None):
+            raise
+        logger.info("request %d is explained without its body: %s", served.id, error)
+    old = None if old is None else replace(old, body=None)
+    return explain(old, replace(new, body=None), vocab=vocab, circumstances=known)

@@ -133,6 +133,8 @@ CHURN: Final = frozenset(
 
 MEANING: Final = MappingProxyType(
     {
+        Kind.NEW_TEXT: "the prompt goes on with, or asks, something new",
+        Kind.UNKNOWN: "it is none of the other causes, or too little is known",
         Kind.DATE: "a date or a time changed",
         Kind.COUNTER: "a counter, a number or an id changed",
         Kind.ORDER: "keys, tools or lines came in another order",
@@ -144,4 +146,17 @@ MEANING: Final = MappingProxyType(
         Kind.COMPACTED: "earlier messages were dropped, emptied or replaced",
     }
 )
-"""What a client did, in words that quote nothing of what it sent."""
+"""What happened, in words that quote nothing of what a client sent."""
+
+TELLS_NO_TEXT: Final = frozenset(
+    {
+        Kind.SAME,
+        Kind.FIRST_SEEN,
+        Kind.EVICTED,
+        Kind.NAMESPACE,
+        Kind.SALT,
+        Kind.NO_CHECKPOINT,
+        Kind.TOKENIZATION,
+    }
+)
+"""The kinds whose reasons are made of figures and of names of settings, never of a prompt."""

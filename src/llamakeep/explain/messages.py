@@ -10,12 +10,13 @@ from typing import Any, Final
 from llamakeep.explain import marks
 from llamakeep.explain.churn import Found, classify
 from llamakeep.explain.conversation import Conversation, Leaf, Message
-from llamakeep.explain.divergence import around, common_text
+from llamakeep.explain.divergence import around
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import dumps, goes_on_alike, loads, same_content
 from llamakeep.explain.reasoning import is_reasoning, without_reasoning
 from llamakeep.explain.values import in_json
 from llamakeep.explain.verdict import NEW_MESSAGE, SURE, Verdict, say
+from llamakeep.texts import common_text
 
 _MOST_MOVED: Final = 16
 _END_CHARS: Final = 4096

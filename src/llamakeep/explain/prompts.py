@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from llamakeep.errors import InvalidValue
+from llamakeep.explain.bodies import from_body, is_chat, salt_of
 from llamakeep.explain.churn import SAME_CHARS, classify
 from llamakeep.explain.compare import compare
-from llamakeep.explain.conversation import from_body, from_text, is_chat, salt_of
-from llamakeep.explain.divergence import around, common_text, same_text_other_tokens
+from llamakeep.explain.conversation import from_text
+from llamakeep.explain.divergence import around, same_text_other_tokens
 from llamakeep.explain.kinds import CHURN, Kind
 from llamakeep.explain.reasoning import reasoning_end
 from llamakeep.explain.verdict import LOOSE, Verdict, say
 from llamakeep.runtime.base import Vocab
+from llamakeep.texts import common_text
 from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
 
 _SYNC_TOKENS: Final = 512
-_PROMPT_FIELDS: Final = ("messages", "prompt")
+_PROMPT_FIELDS: Final = ("messages", "input", "prompt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +46,7 @@ def side_of(given: Given) -> Side:
     """Return what is known of a prompt; the field `prompt` of a body is its text or its tokens.
 
     Raises:
-        InvalidValue: For a body that has neither messages nor a prompt.
+        InvalidValue: For a body that has neither messages, an input nor a prompt.
         TokenError: For tokens that are none.
     """
     if isinstance(given, str):
@@ -154,6 +156,8 @@ def _by_content(before: Side, after: Side) -> Verdict:
         if text.kind in (Kind.SAME, Kind.NEW_TEXT) and not text.part:
             return _with_part(text, before, after)  # what the template made of both is the truth
     body = _by_bodies(before, after)
+    if body is not None and body.kind is Kind.SAME and text is not None:
+        return text  # something made other texts of the same, which the bodies do not say
     if body is None or (text is not None and body.kind not in CHURN and text.kind in CHURN):
         body = None
     if text is None:

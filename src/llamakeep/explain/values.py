@@ -6,10 +6,11 @@ from typing import Any
 
 from llamakeep.explain import marks
 from llamakeep.explain.churn import Found, classify
-from llamakeep.explain.divergence import around, common_text
+from llamakeep.explain.divergence import around
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import same_content
 from llamakeep.explain.verdict import SURE, Verdict, say
+from llamakeep.texts import common_text
 
 
 def in_json(path: str, before: Any, after: Any) -> Verdict | None:

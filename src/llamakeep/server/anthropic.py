@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,13 @@ from llamakeep.server.anthropic_errors import PATH, new_request_id
 from llamakeep.server.anthropic_json import MessageEncoder
 from llamakeep.server.anthropic_schema import CreateMessage, TokenCount
 from llamakeep.server.anthropic_shapes import Counted, MessageAnswer, answered
-from llamakeep.server.asking import openai_defaults, requests_of, sampling_of
+from llamakeep.server.asking import (
+    MOST_SESSION_CHARS,
+    openai_defaults,
+    requests_of,
+    sampling_of,
+    sent_of,
+)
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import example
@@ -46,10 +53,16 @@ def _fields(body: CreateMessage) -> AnswerFields:
     )
 
 
+def _session(body: CreateMessage) -> str:
+    """Return what a client says that its request belongs to, or ""."""
+    said = body.metadata.get("user_id") if isinstance(body.metadata, Mapping) else None
+    return said[:MOST_SESSION_CHARS] if isinstance(said, str) else ""
+
+
 async def _answer(
     context: Context, request: Request, body: CreateMessage, plan: Plan, message_id: str
 ) -> Response:
-    options, fields = context.options, _fields(body)
+    options, fields, request_id = context.options, _fields(body), new_request_id()
     defaults = options.openai_sampling or openai_defaults(options.sampling)
     requests = requests_of(
         context,
@@ -60,8 +73,10 @@ async def _answer(
         n_probs=0,
         label=message_id,
         shown=plan.shown,
+        sent=await sent_of(context, request),
+        session=_session(body),
+        alias=request_id,
     )
-    request_id = new_request_id()
     omits = body.thinking is not None and body.thinking.display == "omitted"
     encoder = MessageEncoder(message_id, body.model, request_id, omits=omits)
     told = None if plan.is_plain else plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +23,10 @@ from llamakeep.server.anthropic_schema import (
 )
 from llamakeep.server.errors import ApiError
 from llamakeep.server.talk import Chat, Seam
+from llamakeep.texts import without_billing
 from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Tool
 from llamakeep.tool_calls import ToolChoice as Choice
 
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """To the most that templates know."""
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
@@ -172,7 +171,7 @@ class _Turns:
         self._told: set[str] = set()
         _check_marks(body)
         for block in body.system or ():
-            self._add_text("system", block, _BILLING.sub("", block.text))
+            self._add_text("system", block, without_billing(block.text))
         for index, message in enumerate(body.messages):
             self._add(f"messages.{index}", message)
         if self._waiting:

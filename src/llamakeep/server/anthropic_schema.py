@@ -327,7 +327,10 @@ class CreateMessage(TokenCount):
     cache_salt: Name | None = Field(
         default=None, description="Requests with different salts share nothing."
     )
-    metadata: Anything = Field(default=None, description="Not looked at.")
+    metadata: Anything = Field(
+        default=None,
+        description="Not looked at, but for its `user_id`: the session in the log of requests.",
+    )
     service_tier: Anything = Field(default=None, description="Not looked at.")
     inference_geo: Anything = Field(default=None, description="Not looked at.")
     diagnostics: Anything = Field(

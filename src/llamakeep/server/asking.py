@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
 
 from llamakeep.engine.request import Request
 from llamakeep.modes import Mode
@@ -17,7 +21,7 @@ from llamakeep.server.schema import AnswerFields
 from llamakeep.server.threads import size_of, soon
 
 _SEEDS = 1 << 32
-_MOST_SESSION_CHARS = 256
+MOST_SESSION_CHARS = 256
 _SAME_NAME = (
     "temperature",
     "top_k",
@@ -112,8 +116,20 @@ def session_of(body: AnswerFields) -> str:
     for name in ("prompt_cache_key", "safety_identifier", "user"):
         value = getattr(body, name, None)
         if isinstance(value, str) and value:
-            return value[:_MOST_SESSION_CHARS]
+            return value[:MOST_SESSION_CHARS]
     return ""
+
+
+async def sent_of(context: Context, request: HttpRequest) -> Mapping[str, Any] | None:
+    """Return what a client sent, as it sent it; None unless texts may be kept to explain requests.
+
+    The body has been read as JSON before, so it can be read again; that costs as much once more.
+    """
+    if not context.options.explain_texts:
+        return None
+    data = await request.body()
+    sent = await soon(context.options, len(data), lambda: json.loads(data))
+    return sent if isinstance(sent, Mapping) else None
 
 
 def requests_of(
@@ -126,10 +142,26 @@ def requests_of(
     n_probs: int,
     label: str,
     shown: frozenset[int] = frozenset(),
+    sent: Mapping[str, Any] | None = None,
+    session: str | None = None,
+    alias: str = "",
 ) -> list[Request]:
     """Return a request for each answer: each prompt `n` times, prompts first.
 
     Answers to one prompt have different seeds.
+
+    Args:
+        context: What every endpoint needs.
+        body: What all endpoints read of a request.
+        prompts: What is to be answered.
+        sampling: How tokens are chosen.
+        max_tokens: Where the body does not say it.
+        n_probs: How many of the likeliest tokens come with each.
+        label: What clients call the answer.
+        shown: Special tokens that are part of the answer's text.
+        sent: The client's own body, see `sent_of`.
+        session: What the client says that it belongs to; None to look into `body`.
+        alias: What clients call the request, where that is another name.
 
     Raises:
         ApiError: For more answers than the server gives at once.
@@ -143,7 +175,6 @@ def requests_of(
             param="n",
         )
     slot = check_slot(body.id_slot, context.engine.n_slots)
-    sent = body.model_dump(exclude_unset=True) if context.options.explain_texts else None
     limit = body.limit(max_tokens)
     result: list[Request] = []
     for prompt in prompts:
@@ -165,8 +196,9 @@ def requests_of(
                     slot=slot,
                     wants_progress=bool(body.stream and body.return_progress),
                     label=label,
-                    session=session_of(body),
+                    session=session_of(body) if session is None else session,
                     body=sent,
+                    alias=alias,
                 )
             )
     return result

@@ -95,6 +95,13 @@ class Tenants:
         said = {**of_tenant.describe(), _SERVER_SALT: namespace.describe()["salt_id"]}
         return of_tenant.digest, said
 
+    def described(self, digest: bytes) -> Mapping[str, Any] | None:
+        """Return the description of a namespace; None for a tenant that was not seen for long."""
+        if digest == self._namespace.digest:
+            return self._namespace.describe()
+        with self._lock:
+            return next((said for one, said in self._known.values() if one == digest), None)
+
     def all(self) -> list[bytes]:
         """Return every namespace of this model, these settings and this server's own salt.
 
@@ -368,6 +375,7 @@ def keeping_of(
             tree,
             tenants,
             all_namespaces=tenants.all,
+            describe=tenants.described,
             similarity=settings.slot_prompt_similarity,
             align=settings.align,
             min_step=settings.checkpoint_min_step,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from llamakeep.errors import EngineClosed
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import options_for, requests_of, sampling_soon
+from llamakeep.server.asking import options_for, requests_of, sampling_soon, sent_of
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -74,6 +74,7 @@ def completions(context: Context) -> APIRouter:
             max_tokens=options.n_predict,
             n_probs=n_probs,
             label=new_id("completion-"),
+            sent=await sent_of(context, request),
         )
         encoder = NativeEncoder(body, context.vocab, engine.model_name)
         if body.stream:

@@ -11,7 +11,13 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_soon
+from llamakeep.server.asking import (
+    openai_defaults,
+    options_for,
+    requests_of,
+    sampling_soon,
+    sent_of,
+)
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -67,6 +73,7 @@ async def _answer(
         n_probs=n_probs,
         label=label,
         shown=frozenset() if plan is None else plan.shown,
+        sent=await sent_of(context, request),
     )
     told = None if plan is None or plan.is_plain else plan
     if body.stream:

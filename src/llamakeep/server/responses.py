@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from llamakeep.server import constraints
 from llamakeep.server.answers import collect
-from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_of
+from llamakeep.server.asking import openai_defaults, options_for, requests_of, sampling_of, sent_of
 from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
@@ -75,6 +75,7 @@ async def _answer(
         n_probs=0 if top is None else max(1, top),
         label=answer_id,
         shown=plan.shown,
+        sent=await sent_of(context, request),
     )
     receive = request.receive
     if body.stream:

@@ -14,6 +14,7 @@ from typing import Any
 from llamakeep.errors import InvalidValue, TemplateError
 from llamakeep.server.errors import ApiError
 from llamakeep.server.talk import Chat, Seam
+from llamakeep.texts import common_text
 from llamakeep.tool_calls import Tool
 
 _log = logging.getLogger("llamakeep")
@@ -43,7 +44,7 @@ def seams_of(text: str, chat: Chat, render: Callable[[Chat], str]) -> list[int]:
         except (ApiError, InvalidValue, TemplateError) as error:
             _log.debug("a seam is not known in this chat: %s", error)
             continue
-        place = _shared(text, other)
+        place = common_text(text, other)
         if 0 < place < len(text):
             found.add(place)
     return sorted(found)
@@ -65,18 +66,6 @@ def _changed(chat: Chat, seam: Seam) -> Chat | None:
     else:
         messages[at] = {**messages[at], "content": _after(messages[at].get("content"), part)}
     return replace(chat, messages=messages)
-
-
-def _shared(one: str, other: str) -> int:
-    """Return how long the text is that both begin with. Costs about a comparison of both."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _after(content: Any, part: int) -> Any:
