@@ -160,16 +160,19 @@ def test_what_matters_of_a_grammar_is_kept() -> None:
     assert not check_grammar('root ::= [^a-z"] [ä]').excludes_letters
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gbnf, "_KEPT_CHARS", 100)
-    known = gbnf._Known()
-    monkeypatch.setattr(gbnf, "_known", known)
+def test_what_was_found_is_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: gbnf.KeptGrammars[gbnf.CheckedGrammar] = gbnf.KeptGrammars(
+        200, lambda found: len(found.literals)
+    )
+    monkeypatch.setattr(gbnf, "_checked", kept)
     texts = [f'root ::= "{n:020}"' for n in range(5)]
-    for text in texts:
+    first = check_grammar(texts[0])
+    assert check_grammar(texts[0]) is first
+    for text in texts[1:]:
         check_grammar(text)
-    assert known.get(texts[0]) is None
-    assert known.get(texts[-1]) is not None
-    assert known._n_chars == sum(map(len, known._kept)) <= 100
+    assert check_grammar(texts[0]) is not first
+    assert 0 < kept.n_chars <= 200
+    kept.check()
 
 
 @given(st.text(alphabet=' \n"[](){}|*+?^-<>!.:=\\x0aRr,1', max_size=40))

@@ -7,27 +7,27 @@ one is read here first, by the same rules.
 ::
 
     parse (parsing.py) -> Grammar (rules.py) -> check_left (recursion.py), check_growth (growth.py)
+    KeptGrammars (kept.py): what was found, or made of schemas, for the next time
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf.growth import check_growth
+from llamakeep.gbnf.kept import KeptGrammars
 from llamakeep.gbnf.parsing import parse
 from llamakeep.gbnf.recursion import check_left, ends
 from llamakeep.gbnf.rules import Chars, Grammar, Token
 
-__all__ = ["MOST_CHARS", "CheckedGrammar", "check_grammar"]
+__all__ = ["MOST_CHARS", "CheckedGrammar", "KeptGrammars", "check_grammar"]
 
 MOST_CHARS: Final = 1 << 18
 """Length of a grammar; reading so much takes up to a second."""
 _KEPT_CHARS: Final = 1 << 22
-"""Length of all grammars of which is kept what was found."""
+"""Length of what is kept of grammars that were checked."""
 _ASCII: Final = 0x7F
 
 
@@ -62,20 +62,20 @@ def check_grammar(text: str) -> CheckedGrammar:
     """
     if len(text) > MOST_CHARS:
         raise GrammarError(f"the grammar has {len(text):,} characters, at most {MOST_CHARS:,}")
-    found = _known.get(text)
-    if found is None:
-        grammar = parse(text)
-        check_left(grammar)
-        check_growth(grammar)
-        found = CheckedGrammar(
-            text,
-            "\0".join(sorted(grammar.literals)),
-            grammar.tokens,
-            _excludes_letters(grammar),
-            ends(grammar),
-        )
-        _known.put(found)
-    return found
+    return _checked.get(text, lambda: _check(text))
+
+
+def _check(text: str) -> CheckedGrammar:
+    grammar = parse(text)
+    check_left(grammar)
+    check_growth(grammar)
+    return CheckedGrammar(
+        text,
+        "\0".join(sorted(grammar.literals)),
+        grammar.tokens,
+        _excludes_letters(grammar),
+        ends(grammar),
+    )
 
 
 def _excludes_letters(grammar: Grammar) -> bool:
@@ -89,30 +89,6 @@ def _excludes_letters(grammar: Grammar) -> bool:
     )
 
 
-class _Known:
-    """Grammars that were checked, the last ones first to stay. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, CheckedGrammar] = OrderedDict()
-        self._n_chars = 0
-
-    def get(self, text: str) -> CheckedGrammar | None:
-        with self._lock:
-            found = self._kept.get(text)
-            if found is not None:
-                self._kept.move_to_end(text)
-            return found
-
-    def put(self, found: CheckedGrammar) -> None:
-        with self._lock:
-            if found.text in self._kept:
-                return
-            self._n_chars += len(found.text)
-            while self._n_chars > _KEPT_CHARS:
-                old, _ = self._kept.popitem(last=False)
-                self._n_chars -= len(old)
-            self._kept[found.text] = found
-
-
-_known = _Known()
+_checked: KeptGrammars[CheckedGrammar] = KeptGrammars(
+    _KEPT_CHARS, lambda found: len(found.literals)
+)
