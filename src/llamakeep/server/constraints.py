@@ -1,4 +1,4 @@
-"""Fields that shape an answer's form and are not there yet, and samplers that llamakeep lacks.
+"""Fields that shape an answer's form and are not supported, and samplers that llamakeep lacks.
 
 Ignoring them would give answers that are not what was asked for. So each is a 400 with its name,
 unless its value asks for nothing. Tools are a chat's alone, where they are read.

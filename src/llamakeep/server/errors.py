@@ -104,7 +104,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def unsupported(param: str, why: str = "is not supported yet") -> ApiError:
+def unsupported(param: str, why: str = "is not supported") -> ApiError:
     """Return the error of a field that means something, but not here."""
     return ApiError(f"'{param}' {why}", param=param)
 
