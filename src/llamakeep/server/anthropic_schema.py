@@ -11,12 +11,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from llamakeep.server.schema import MOST, Name, Share, Word
+from llamakeep.server.schema import MOST, MOST_MESSAGES, MOST_TOOLS, Name, Share, Word
 
 MOST_CACHE_CONTROLS: Final = 4
-_MOST_MESSAGES = 16384
-_MOST_BLOCKS = 16384
-_MOST_TOOLS = 1024
 _MOST_WORDS = 128
 _LEAST_BUDGET_TOKENS = 1024
 _RUN_ELSEWHERE = (
@@ -106,7 +103,7 @@ class SearchResult(_Block):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], Field(max_length=_MOST_BLOCKS)]
+    content: Annotated[list[TextBlock], Field(max_length=MOST_MESSAGES)]
     citations: Anything = Field(default=None, description="Not looked at.")
 
 
@@ -126,7 +123,7 @@ _ResultPart = Annotated[
 ]
 _ResultParts = Annotated[
     list[_ResultPart],
-    Field(max_length=_MOST_BLOCKS),
+    Field(max_length=MOST_MESSAGES),
     BeforeValidator(_blocks, json_schema_input_type=str | list[_ResultPart]),
 ]
 
@@ -164,13 +161,13 @@ _Part = Annotated[
 ]
 _Parts = Annotated[
     list[_Part],
-    Field(max_length=_MOST_BLOCKS),
+    Field(max_length=MOST_MESSAGES),
     BeforeValidator(_blocks, json_schema_input_type=str | list[_Part]),
 ]
 _Text = Annotated[TextBlock, _known("text")]
 _Texts = Annotated[
     list[_Text],
-    Field(max_length=_MOST_BLOCKS),
+    Field(max_length=MOST_MESSAGES),
     BeforeValidator(_blocks, json_schema_input_type=str | list[_Text]),
 ]
 
@@ -274,11 +271,11 @@ class TokenCount(_Fields):
     """A request to `/v1/messages/count_tokens`: a conversation."""
 
     model: Name = Field(description="Answered back: there is one model.")
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)] = Field(
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] = Field(
         description="The conversation; a last turn of the assistant is gone on with."
     )
     system: _Texts | None = Field(default=None, description="A text, or blocks of text.")
-    tools: Annotated[list[CustomTool], Field(max_length=_MOST_TOOLS)] | None = Field(
+    tools: Annotated[list[CustomTool], Field(max_length=MOST_TOOLS)] | None = Field(
         default=None, description="What the model may call."
     )
     tool_choice: ToolChoice | None = Field(default=None, description="Which of them, and whether.")

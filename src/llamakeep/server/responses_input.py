@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamakeep.server.errors import ApiError, unsupported
-from llamakeep.server.responses_schema import MOST_ITEMS, Asked
+from llamakeep.server.responses_schema import Asked
 from llamakeep.server.responses_tools import arguments_of, full_name
+from llamakeep.server.schema import MOST_MESSAGES
 from llamakeep.tool_calls.values import json_object
 
 _SEALED = "llamakeep."
@@ -58,8 +59,8 @@ def messages_of(asked: Asked) -> list[dict[str, Any]]:
     if isinstance(asked.input, str):
         made.say("user", asked.input)
     elif isinstance(asked.input, list):
-        if len(asked.input) > MOST_ITEMS:
-            raise ApiError(f"'input' has more than {MOST_ITEMS} items", param="input")
+        if len(asked.input) > MOST_MESSAGES:
+            raise ApiError(f"'input' has more than {MOST_MESSAGES} items", param="input")
         for index, item in enumerate(asked.input):
             _add(made, f"input.{index}", item)
     elif asked.input is not None:

@@ -6,15 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from llamakeep.server.schema import MOST, AnswerFields, Choice, Name
-
-MOST_ITEMS = 16384
-_MOST_TOOLS = 1024
+from llamakeep.server.schema import MOST, MOST_MESSAGES, MOST_TOOLS, AnswerFields, Choice, Name
 
 _INPUT = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": {"type": "object"}, "maxItems": MOST_ITEMS},
+        {"type": "array", "items": {"type": "object"}, "maxItems": MOST_MESSAGES},
         {"type": "null"},
     ]
 }
@@ -45,7 +42,7 @@ class TextFormat(_Part):
         description="Anything, a JSON object, or JSON that validates against `schema`."
     )
     schema_: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="The JSON schema of `json_schema`."
+        default=None, alias="schema", description="The schema; any object, if absent."
     )
     name: Name | None = Field(default=None, description="Not looked at.")
     description: str | None = Field(default=None, description="Not looked at.")
@@ -80,7 +77,7 @@ class Asked(AnswerFields):
 
     input: Input = Field(default=None, description="A text, or items: messages, calls, results.")
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=_MOST_TOOLS)] | None = Field(
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = Field(
         default=None, description="What the model may call: functions, custom tools, namespaces."
     )
     tool_choice: Choice = Field(

@@ -17,14 +17,16 @@ MOST_PROBS = 100
 _TEXT = 256
 _WORDS = 128
 _WORD_CHARS = 4096
-_TOOLS = 1024
+MOST_MESSAGES = 1 << 14
+"""Messages of a conversation, or what an API has in their place: blocks, items."""
+MOST_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=-1, le=MOST)]
 Number = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=_TEXT)]
 Word = Annotated[str, Field(max_length=_WORD_CHARS)]
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=16384)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
 _MIXED = {"type": "array", "items": {"anyOf": [_TOKENS["items"], {"type": "string"}]}}
@@ -307,7 +309,7 @@ class TemplateFields(_Body):
         default=None,
         description="`none` leaves what the model thinks in the content; else it stands apart.",
     )
-    tools: Annotated[list[dict[str, Any]], Field(max_length=_TOOLS)] | None = Field(
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = Field(
         default=None, description="What the model may call."
     )
     tool_choice: Choice = Field(
