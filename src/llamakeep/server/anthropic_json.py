@@ -26,6 +26,15 @@ _REASONS: Final = {
 }
 
 
+_TEXTS: Final = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
+"""The field of each delta that has its text."""
+
+
 def event(data: dict[str, Any]) -> bytes:
     """Return an event; it is called what its type is."""
     return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), dumps(data))
@@ -74,11 +83,12 @@ class MessageEncoder:
             if told["type"] == "content_block_start":
                 self._blocks.append((told["content_block"], []))
             elif told["type"] == "content_block_delta":
-                kind, text = tuple(told["delta"].values())
-                if kind == "signature_delta":
-                    self._blocks[-1][0]["signature"] = text
+                delta, (block, pieces) = told["delta"], self._blocks[-1]
+                text = delta[_TEXTS[delta["type"]]]
+                if delta["type"] == "signature_delta":
+                    block["signature"] = text
                 else:
-                    self._blocks[-1][1].append(text)
+                    pieces.append(text)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the complete message; all updates must have been heard."""
@@ -160,16 +170,16 @@ class MessageEncoder:
             call = {"type": "tool_use", "id": id_of(delta.id), "name": delta.name, "input": {}}
             yield from self._begin(call)
         elif isinstance(delta, CallArguments):
-            yield self._more("input_json_delta", "partial_json", delta.json_text)
+            yield self._more("input_json_delta", delta.json_text)
         elif isinstance(delta, Reasoning):
             if self._kind != "thinking":
                 yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             if not self._omits:
-                yield self._more("thinking_delta", "thinking", delta.text)
+                yield self._more("thinking_delta", delta.text)
         else:
             if self._kind != "text":
                 yield from self._begin({"type": "text", "text": ""})
-            yield self._more("text_delta", "text", delta.text)
+            yield self._more("text_delta", delta.text)
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._end()
@@ -177,8 +187,8 @@ class MessageEncoder:
         self._index += 1
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
-    def _more(self, kind: str, key: str, text: str) -> dict[str, Any]:
-        delta = {"type": kind, key: text}
+    def _more(self, kind: str, text: str) -> dict[str, Any]:
+        delta = {"type": kind, _TEXTS[kind]: text}
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _end(self) -> Iterator[dict[str, Any]]:
@@ -186,7 +196,7 @@ class MessageEncoder:
         if not self._kind:
             return
         if self._kind == "thinking":
-            yield self._more("signature_delta", "signature", SIGNATURE)
+            yield self._more("signature_delta", SIGNATURE)
         self._kind = ""
         yield {"type": "content_block_stop", "index": self._index}
 
