@@ -102,6 +102,19 @@ def test_an_answer_has_the_shape_that_is_asked_for(client: Anthropic, tools: lis
         assert isinstance(message.parsed_output, Weather)
 
 
+def test_a_schema_of_a_megabyte_is_a_schema(client: Anthropic) -> None:
+    schema = {"description": "x" * (1 << 20), "enum": [f"value {n}" for n in range(5000)]}
+    message = client.messages.create(
+        model="any",
+        max_tokens=100,
+        messages=[{"role": "user", "content": "Which?"}],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    (block,) = message.content
+    assert block.type == "text"
+    assert json.loads(block.text) in schema["enum"]
+
+
 def test_an_answer_may_be_a_call_where_it_has_a_shape(client: Anthropic) -> None:
     for seed in range(4):
         message = client.messages.create(
