@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from llamakeep.errors import GrammarError
 from llamakeep.server.grammars import Grammars
+from llamakeep.tool_calls import Said
 from tests.load_tools import CHAT, NATIVE, TEXT, LiveServer, connect, live, text_of
 from tests.server_tools import served
 
@@ -286,15 +289,23 @@ def test_a_schema_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return f'root ::= "{len(compiled)}"'
 
     monkeypatch.setattr("llamakeep.server.grammars.compile_schema", compile_schema)
-    grammars = Grammars(kept_bytes=100)
-    schemas = [{"const": f"{n:030}"} for n in range(3)]
-    first = [grammars.of_schema(schema, "x") for schema in schemas]
-    assert grammars.of_schema(schemas[2], "y") == first[2]
+    grammars = Grammars(kept_chars=130)
+    schemas = [Said({"const": f"{n:030}"}, "x") for n in range(3)]
+    first = [grammars.of_schema(schema) for schema in schemas]
+    assert grammars.of_schema(replace(schemas[2])) == first[2]
     assert len(compiled) == 3
-    assert 0 < grammars.used_bytes <= 100
-    grammars.of_schema(schemas[0], "x")  # it had to go
+    grammars.of_schema(schemas[0])  # it had to go
     assert len(compiled) == 4
-    grammars.of_schema({"const": "x" * 200}, "x")
-    grammars.of_schema({"const": "x" * 200}, "x")  # never kept
+    grammars.of_schema(Said({"const": "x" * 200}, "x"))
+    grammars.of_schema(Said({"const": "x" * 200}, "x"))  # never kept
     assert len(compiled) == 6
-    assert grammars.used_bytes <= 100
+    grammars.check()
+
+
+def test_so_is_one_that_cannot_be() -> None:
+    grammars = Grammars()
+    for where in ("x", "x", "y"):
+        with pytest.raises(GrammarError, match=f"'{where}.type': 5 is no type") as caught:
+            grammars.of_schema(Said({"type": 5}, where))
+        assert caught.value.where == f"{where}.type"
+    grammars.check()

@@ -203,7 +203,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_its_place(
                     text={"format": {"type": "json_schema", "name": "n", "schema": odd}},
                 )
             assert str(caught.value.param).startswith("text.format.schema.properties.a")
-        with pytest.raises(BadRequestError, match=r"f\.parameters\.properties\.a"):
+        with pytest.raises(BadRequestError, match=r"'tools\.0\.parameters\.properties\.a"):
             client.responses.create(model="any", input=ASK, tools=[strict])  # type: ignore[list-item]
         answer = client.responses.create(
             model="any",

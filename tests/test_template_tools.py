@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,17 @@ from llamakeep.server.talk import Chat, Plan
 from llamakeep.server.tool_grammars import ToolGrammars
 from llamakeep.template_tools import ToolTraits, one_by_one, short_id
 from llamakeep.tokens import as_tokens
-from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Parser, Reply, Tool, ToolChoice, format_of
+from llamakeep.tool_calls import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Parser,
+    Reply,
+    Said,
+    Tool,
+    ToolChoice,
+    format_of,
+)
 from llamakeep.tool_calls.described import described, without_calls
 from llamakeep.tool_calls.formats import GENERIC, HERMES, LLAMA, MISTRAL, QWEN_CODER
 from llamakeep.tool_calls.grammar import Grammar, grammar_of
@@ -262,9 +271,24 @@ def test_a_grammar_of_the_requests_own_is_in_the_way_of_calls() -> None:
     assert (sampling.grammar, sampling.grammar_triggers) == ("root ::= [a]", ("<tool_call>",))
     with pytest.raises(ApiError, match="format of its own"):
         made.sampling(Sampling(grammar="root ::= [b]"))
-    both = replace(made, has_said=True).sampling(Sampling(grammar="root ::= [b]"))
-    assert both.grammar == "root ::= [a]"
     assert Plan(prompt, lambda: "id").sampling(Sampling(top_k=3)) == Sampling(top_k=3)
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen_thinks", "gemma"])
+def test_an_answer_that_goes_on_has_no_format(name: str) -> None:
+    conversations = Conversations(load(name), Counted())
+    said = Said({"type": "object"}, "shape")
+
+    def planned(*contents: str, **more: Any) -> Plan:
+        answers = [{"role": "assistant", "content": content} for content in contents]
+        return conversations.plan(Chat([ASKED, *answers], said=said, **more))
+
+    with pytest.raises(ApiError, match="'shape' cannot be had of an answer that goes on") as caught:
+        planned('{"a": ')
+    assert caught.value.error["param"] == "shape"
+    assert planned().grammar is not None
+    assert planned("").grammar is not None
+    assert planned("Well.", add_generation_prompt=True).grammar is not None
 
 
 # -- grammars that are kept ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf import check_grammar
 from llamakeep.json_schema import Rules
-from llamakeep.tool_calls import FAMILIES, GENERIC, Format, Parser, Reply, Thoughts, Tool
+from llamakeep.tool_calls import FAMILIES, GENERIC, Format, Parser, Reply, Said, Thoughts, Tool
 from llamakeep.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER
 from llamakeep.tool_calls.grammar import grammar_of
 from llamakeep.tool_calls.reasoning import THINK
@@ -153,17 +153,17 @@ def test_what_is_said_may_have_a_schema(
         "properties": {"response": {"type": "string"}},
         "required": ["response"],
     }
-    grammar = grammar_of(form, TOOLS, required=False, thoughts=thoughts, said=said)
+    grammar = grammar_of(form, TOOLS, required=False, thoughts=thoughts, said=Said(said))
     assert grammar.triggers == ()
     for text in (*SAMPLES[form], '{"response": "x"}'):
         assert grammars.match(grammar.text, text)
         assert grammars.match(grammar.text, f"<think>so</think>\n{text}") is bool(thoughts)
     for text in ("Hello", '{"response": 5}', "{}"):
         assert not grammars.match(grammar.text, text)
-    required = grammar_of(form, TOOLS, required=True, said=said).text
+    required = grammar_of(form, TOOLS, required=True, said=Said(said)).text
     assert not grammars.match(required, '{"response": "x"}')
     with pytest.raises(GrammarError, match="format"):
-        grammar_of(form, TOOLS, required=False, said={"type": 5})
+        grammar_of(form, TOOLS, required=False, said=Said({"type": 5}))
     parser = Parser(replace(form, wraps=False), {"time": TOOLS[1]}, lambda: "id")
     assert Reply.of(parser.feed('{"response": "x"}') + parser.finish()).text == '{"response": "x"}'
 
@@ -264,6 +264,21 @@ def test_a_schema_that_cannot_be_compiled_allows_any_json(form: Format, grammars
         grammar_of(form, [Tool("weather", parameters=odd, strict=True)], required=True)
 
 
+@pytest.mark.parametrize("shared", ["$defs", "definitions"])
+@pytest.mark.parametrize("form", [HERMES, QWEN_CODER], ids=names)
+def test_what_is_wrong_in_a_definition_is_named_where_it_stands(form: Format, shared: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"days": {"$ref": f"#/{shared}/days"}},
+        shared: {"days": {"type": "whole"}},
+    }
+    tool = Tool("f", parameters=schema, strict=True, where="tools.3.function.parameters")
+    with pytest.raises(GrammarError) as caught:
+        grammar_of(form, [tool], required=True)
+    assert caught.value.where == f"tools.3.function.parameters.{shared}.days.type"
+    assert str(caught.value).startswith(f"'{caught.value.where}': ")
+
+
 def test_a_part_of_a_schema_may_refer_to_the_whole(grammars: Grammars) -> None:
     schema = {
         "type": "object",
@@ -288,7 +303,9 @@ def test_a_schema_without_tools_lets_the_model_think_first(
     form: Format, thinking: bool, grammars: Grammars
 ) -> None:
     said = {"type": "object", "properties": {"colour": {"type": "string"}}}
-    grammar = grammar_of(form, (), required=False, thoughts=THINK, thinking=thinking, said=said)
+    grammar = grammar_of(
+        form, (), required=False, thoughts=THINK, thinking=thinking, said=Said(said)
+    )
     thought = ("" if thinking else "<think>") + 'Which {"x"}?</think>\n'
     assert grammars.match(grammar.text, thought + RED)
     assert grammars.match(grammar.text, RED) is not thinking
@@ -297,5 +314,5 @@ def test_a_schema_without_tools_lets_the_model_think_first(
 
 def test_a_schema_of_what_is_said_is_called_by_its_name() -> None:
     with pytest.raises(GrammarError, match=r"'shape\.type'") as caught:
-        grammar_of(HERMES, TOOLS, required=False, said={"type": "x"}, said_where="shape")
+        grammar_of(HERMES, TOOLS, required=False, said=Said({"type": "x"}, "shape"))
     assert caught.value.where == "shape.type"

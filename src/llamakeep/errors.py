@@ -7,6 +7,7 @@
     │   ├── TokenError          a token list or id outside the vocabulary
     │   ├── TemplateError       a chat template that cannot be compiled or rendered
     │   ├── GrammarError        a grammar or a JSON schema that cannot be compiled
+    │   ├── ToolError           a tool that cannot be told to a model
     │   └── ContextOverflow     more tokens than the context has room for
     ├── ModelError              a model that is missing, unreadable or not supported
     ├── DecodeError             llama.cpp could not evaluate a batch
@@ -64,6 +65,18 @@ class GrammarError(InvalidValue):
     def __init__(self, message: str, *, where: str = "") -> None:
         super().__init__(message)
         self.where = where
+
+
+class ToolError(InvalidValue):
+    """A tool cannot be told to a model, for its name or its parameters.
+
+    Attributes:
+        field: Which of the two: `name` or `parameters`.
+    """
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ContextOverflow(InvalidValue, RuntimeError):

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from llamakeep.server.answers import collect
-from llamakeep.server.anthropic_chat import chat_of
+from llamakeep.server.anthropic_chat import chat_of, said_of
 from llamakeep.server.anthropic_errors import PATH, new_request_id
 from llamakeep.server.anthropic_json import MessageEncoder
 from llamakeep.server.anthropic_schema import CreateMessage, TokenCount
@@ -97,18 +97,17 @@ def messages(context: Context, conversations: Conversations) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["Anthropic"])
     options = context.options
 
-    async def size_of(request: Request, body: TokenCount) -> int:
-        """Return about what it costs to make a prompt, in letters."""
-        size = len(await request.body())
-        return size + options.inline_chars if body.tools or body.output_config else size
-
     @router.post(PATH, responses=answered(MessageAnswer, streamed=True), response_class=Response)
     async def message(
         request: Request, body: Annotated[CreateMessage, example(max_tokens=64, **_ASKED)]
     ) -> Response:
         """Answer a conversation."""
-        size = await size_of(request, body)
-        plan = await soon(options, size, lambda: conversations.plan(chat_of(body)))
+        plan = await soon(
+            options,
+            len(await request.body()),
+            lambda: conversations.plan(chat_of(body)),
+            compiles=bool(body.tools) or said_of(body) is not None,
+        )
         return await _answer(context, request, body, plan, "msg_" + secrets.token_hex(12))
 
     @router.post(PATH + "/count_tokens", responses=answered(Counted), response_class=Response)
@@ -116,7 +115,7 @@ def messages(context: Context, conversations: Conversations) -> APIRouter:
         request: Request, body: Annotated[TokenCount, example(**_ASKED)]
     ) -> Response:
         """Return how many tokens a conversation has, without answering it."""
-        size = await size_of(request, body)
+        size = len(await request.body())
         prompt = await soon(options, size, lambda: conversations.prompt(chat_of(body)))
         response = answer_json({"input_tokens": int(prompt.tokens.size)})
         response.headers[_REQUEST_ID] = new_request_id()

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamakeep.errors import GrammarError, InvalidValue
-from llamakeep.json_schema import ANY_OBJECT, compile_schema
+from llamakeep.errors import InvalidValue, ToolError
 from llamakeep.server.anthropic_schema import (
     MOST_CACHE_CONTROLS,
     CustomTool,
@@ -22,9 +21,10 @@ from llamakeep.server.anthropic_schema import (
     ToolUse,
 )
 from llamakeep.server.errors import ApiError
+from llamakeep.server.grammars import said_as
 from llamakeep.server.talk import Chat, Seam
 from llamakeep.texts import without_billing
-from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Tool
+from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Said, Tool
 from llamakeep.tool_calls import ToolChoice as Choice
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
@@ -46,7 +46,7 @@ def chat_of(body: TokenCount) -> Chat:
         tools,
         choice,
         parallel=not (given is not None and given.disable_parallel_tool_use),
-        said=_said(body),
+        said=said_of(body),
         extra=_extra(body),
         seams=(*_seams_of_tools(body.tools or ()), *turns.seams),
     )
@@ -67,25 +67,19 @@ def _extra(body: TokenCount) -> dict[str, Any]:
     return extra
 
 
-def _said(body: TokenCount) -> dict[str, Any] | None:
-    """Return the schema of what is said; None for anything."""
+def said_of(body: TokenCount) -> Said | None:
+    """Return what an answer has to be; None for anything.
+
+    Raises:
+        ApiError: Where both fields say it.
+    """
     config = body.output_config
     where, given = "output_config.format", config.format if config is not None else None
     if given is not None and body.output_format is not None:
         raise _wrong("output_format", f"cannot be used together with {where}")
     if given is None:
         where, given = "output_format", body.output_format
-    if given is None:
-        return None
-    if body.messages[-1].role == "assistant":
-        raise _wrong(where, "an answer that goes on with a turn of the assistant has no format")
-    schema = given.schema_ or ANY_OBJECT
-    try:
-        compile_schema(schema, f"{where}.schema")
-    except GrammarError as error:
-        at = error.where or where
-        raise _wrong(at, str(error).removeprefix(f"'{at}': ")) from None
-    return schema
+    return None if given is None else said_as(given.schema_, f"{where}.schema")
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -96,10 +90,14 @@ def _tools(given: Sequence[CustomTool]) -> tuple[Tool, ...]:
             raise _wrong(f"tools.{index}.name", f"there are two tools {each.name!r}")
         try:
             tools[each.name] = Tool(
-                each.name, each.description or "", each.input_schema, strict=bool(each.strict)
+                each.name,
+                each.description or "",
+                each.input_schema,
+                strict=bool(each.strict),
+                where=f"tools.{index}.input_schema",
             )
-        except InvalidValue as error:
-            name = "input_schema" if "nested" in str(error) else "name"
+        except ToolError as error:
+            name = "input_schema" if error.field == "parameters" else error.field
             raise _wrong(f"tools.{index}.{name}", str(error)) from None
     return tuple(tools.values())
 

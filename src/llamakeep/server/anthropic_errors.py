@@ -55,7 +55,7 @@ def body_of(code: int, error: Mapping[str, Any], request_id: str) -> dict[str, A
     """
     code = code_of(code)
     kind = _KINDS.get(code) or (_FAULT if code >= 500 else _INVALID)
-    message = error["message"]
+    message = _with_its_place(error["message"], error.get("param"))
     if "n_prompt_tokens" in error:
         n_tokens, n_ctx = error["n_prompt_tokens"], error["n_ctx"]
         message = f"prompt is too long: {n_tokens} tokens > {n_ctx} maximum"
@@ -64,6 +64,14 @@ def body_of(code: int, error: Mapping[str, Any], request_id: str) -> dict[str, A
         "error": {"type": kind, "message": message},
         "request_id": request_id,
     }
+
+
+def _with_its_place(message: str, param: str | None) -> str:
+    """Return a message that begins with a field in quotes as Anthropic's begin with it."""
+    quoted = f"'{param}'"
+    if param is None or not message.startswith(quoted):
+        return message
+    return f"{param}: {message.removeprefix(quoted).lstrip(': ')}"
 
 
 def headers_of(code: int, request_id: str) -> dict[str, str]:

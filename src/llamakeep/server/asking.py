@@ -90,9 +90,7 @@ async def sampling_soon(
         return replace(sampling, grammar=grammar) if grammar else sampling
 
     size = size_of(body.logit_bias, options.inline_chars)
-    if shaped and shapes(body):  # the first one looks at all tokens
-        size = options.inline_chars + 1
-    return await soon(options, size, read)
+    return await soon(options, size, read, compiles=shaped and shapes(body))
 
 
 def mode_of(body: AnswerFields, options: ServerOptions) -> Mode:

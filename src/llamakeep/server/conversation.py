@@ -22,7 +22,9 @@ from llamakeep.template_tools import short_id
 from llamakeep.tool_calls import (
     GENERIC,
     Format,
+    Said,
     Thoughts,
+    Tool,
     format_of,
     is_closed,
     is_left_open,
@@ -52,6 +54,7 @@ class Rendered(Protocol):
         ...  # pragma: no cover - protocol
 
 
+_GOES_ON = "cannot be had of an answer that goes on with a message of the assistant"
 _THINKS = "enable_thinking"
 """What templates call it."""
 
@@ -117,10 +120,13 @@ class Conversations:
         Costs a grammar for its tools, besides what `prompt` costs.
 
         Raises:
-            ApiError: As `text`, and for calls that the model cannot be held to.
+            ApiError: As `text`, for calls that the model cannot be held to, and for a format of an
+                answer that goes on with a message: its grammar would begin anew.
             InvalidValue: For a tool that is to be called and is not there.
         """
         text, starts, beginning = self._render(chat)
+        if beginning and chat.said is not None:
+            raise ApiError(f"'{chat.said.where}' {_GOES_ON}", param=chat.said.where)
         tools = chat.choice.of(chat.tools)
         marked = self._thoughts
         if marked is not None and is_closed(text, marked):
@@ -153,7 +159,6 @@ class Conversations:
             thoughts=thoughts,
             thinking=thinking,
             grammar=grammar,
-            has_said=grammar is not None and chat.said is not None,
             shown=self._shown(marks),
         )
 
@@ -172,15 +177,9 @@ class Conversations:
                 thoughts=thoughts,
                 thinking=thinking,
                 said=chat.said,
-                said_where=chat.said_where,
             )
         except GrammarError as error:
-            if not tools or (chat.said is not None and error.where.startswith(chat.said_where)):
-                message = f"the answer cannot be held to its format: {error}"
-                raise ApiError(message, param=error.where or chat.said_where) from error
-            raise ApiError(
-                f"'tools': calls cannot be held to them: {error}", param="tools"
-            ) from error
+            raise _not_held(error, tools, chat.said) from error
 
     def _new_id(self) -> str:
         call_id = "call_" + secrets.token_hex(12)
@@ -284,6 +283,17 @@ class Conversations:
             raise ApiError("the chat template does not show the last message", param="messages")
         text = _open_end(whole.text, before, beginning, after)
         return text, [start for start in whole.starts if start < len(text)]
+
+
+def _not_held(error: GrammarError, tools: Sequence[Tool], said: Said | None) -> ApiError:
+    """Return what is said of a grammar that cannot be had, with the path that the client sent."""
+    paths = [tool.path for tool in tools] + ([] if said is None else [said.where])
+    if any(error.where == path or error.where.startswith(path + ".") for path in paths):
+        return ApiError(str(error), param=error.where)
+    if said is not None and not tools:
+        message = f"'{said.where}': the answer cannot be held to it: {error}"
+        return ApiError(message, param=said.where)
+    return ApiError(f"'tools': calls cannot be held to them: {error}", param="tools")
 
 
 def _goes_on(chat: Chat, *, prefill: bool) -> bool:

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from llamakeep.errors import GrammarError
+from llamakeep.gbnf import KeptGrammars
 from llamakeep.json_schema import ANY_OBJECT, compile_schema
 from llamakeep.runtime.base import Vocab
 from llamakeep.server.errors import ApiError
 from llamakeep.server.schema import AnswerFields, ResponseFormat
+from llamakeep.tool_calls import Said
 
-_KEPT_BYTES: Final = 16 << 20
+_KEPT_CHARS: Final = 16 << 20
 
 
 class Grammars:
     """Makes grammars of what clients send, and keeps those of schemas. Any thread may use it.
 
     Args:
-        kept_bytes: How much is kept at most: schemas and their grammars, the last used ones.
+        kept_chars: Length of all that is kept together, schemas included, in characters.
     """
 
-    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._most = kept_bytes
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, str] = OrderedDict()
-        self._used_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """How much is kept."""
-        return self._used_bytes
+    def __init__(self, kept_chars: int = _KEPT_CHARS) -> None:
+        self._kept: KeptGrammars[str] = KeptGrammars(kept_chars, len)
 
     def grammar_of(self, body: AnswerFields, vocab: Vocab) -> str:
         """Return the grammar that an answer has to match; "" for none.
@@ -44,13 +35,11 @@ class Grammars:
             ApiError: For what cannot be compiled, with the path to it, and where more than one
                 field asks for a shape.
         """
-        asked = _asked(body)
-        if not asked:
+        said, name = said_of(body), shaping_field(body)
+        if not name:
             return ""
-        _only_one(asked)
-        [(name, make)] = asked.items()
         try:
-            grammar = make(self)
+            grammar = (body.grammar or "") if said is None else self.of_schema(said)
             vocab.check_grammar(grammar)
         except GrammarError as error:
             message = str(error)
@@ -60,34 +49,18 @@ class Grammars:
             raise ApiError(message, param=where) from None
         return grammar
 
-    def of_schema(self, schema: Any, where: str) -> str:
+    def of_schema(self, said: Said) -> str:
         """Return the grammar of a schema, kept or new.
 
         Raises:
             GrammarError: With the path to what cannot be compiled.
         """
-        key = json.dumps(schema, ensure_ascii=True, separators=(",", ":"))
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
-        grammar = compile_schema(schema, where)
-        self._keep(key, grammar)
-        return grammar
+        key = json.dumps([said.where, said.schema], ensure_ascii=True, separators=(",", ":"))
+        return self._kept.get(key, lambda: compile_schema(said.schema, said.where))
 
-    def _keep(self, key: str, grammar: str) -> None:
-        size = len(key) + len(grammar)  # both are ASCII, but for a schema's own letters
-        if size > self._most:
-            return
-        with self._lock:
-            if key in self._kept:
-                return
-            while self._used_bytes + size > self._most:
-                old, text = self._kept.popitem(last=False)
-                self._used_bytes -= len(old) + len(text)
-            self._kept[key] = grammar
-            self._used_bytes += size
+    def check(self) -> None:
+        """Raise if what is counted is not what is kept."""
+        self._kept.check()
 
 
 def shapes(body: AnswerFields) -> bool:
@@ -100,46 +73,49 @@ def shaping_field(body: AnswerFields) -> str:
     return next(iter(_asked(body)), "")
 
 
-def said_of(body: AnswerFields) -> tuple[Any, str]:
-    """Return the schema that an answer has to match, and the path to it; None for no schema.
+def said_of(body: AnswerFields) -> Said | None:
+    """Return the schema that an answer has to match; None for no schema.
 
     Raises:
         ApiError: Where more than one field asks for a shape, or a schema is missing.
     """
-    _only_one(_asked(body))
-    if body.json_schema is not None:
-        return body.json_schema, "json_schema"
-    wanted = body.response_format
-    return (None, "") if wanted is None or wanted.type == "text" else _schema_of(wanted)
-
-
-def _only_one(asked: Mapping[str, object]) -> None:
+    asked = _asked(body)
     if len(asked) > 1:
-        first, second = list(asked)[:2]
+        first, second = asked[:2]
         raise ApiError(f"'{second}' cannot be used together with '{first}'", param=second)
-
-
-def _asked(body: AnswerFields) -> dict[str, Callable[[Grammars], str]]:
-    """Return how each field that asks for a shape becomes a grammar."""
-    asked: dict[str, Callable[[Grammars], str]] = {}
-    if text := body.grammar:
-        asked["grammar"] = lambda _: text
     if body.json_schema is not None:
-        asked["json_schema"] = lambda grammars: grammars.of_schema(body.json_schema, "json_schema")
+        return Said(body.json_schema, "json_schema")
     wanted = body.response_format
-    if wanted is not None and wanted.type != "text":
-        asked["response_format"] = lambda grammars: grammars.of_schema(*_schema_of(wanted))
-    return asked
+    return None if wanted is None or wanted.type == "text" else _said_by(wanted)
 
 
-def _schema_of(wanted: ResponseFormat) -> tuple[Any, str]:
-    """Return a format's schema, and the path to it."""
+def said_as(schema: Any, where: str) -> Said:
+    """Return what an answer has to be by the schema of a format, in every API.
+
+    None at all, or an empty one, means any object and not any value.
+
+    Args:
+        schema: As the client sent it; None for none.
+        where: The path to it.
+    """
+    return Said(ANY_OBJECT if schema is None or schema == {} else schema, where)
+
+
+def _asked(body: AnswerFields) -> list[str]:
+    """Return the fields that ask for a shape."""
+    wanted = body.response_format
+    asked = {
+        "grammar": bool(body.grammar),
+        "json_schema": body.json_schema is not None,
+        "response_format": wanted is not None and wanted.type != "text",
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _said_by(wanted: ResponseFormat) -> Said:
     if wanted.type == "json_object":
-        given, where = wanted.schema_, "response_format.schema"
-    elif wanted.json_schema is None:
-        where = "response_format.json_schema"
+        return said_as(wanted.schema_, "response_format.schema")
+    where = "response_format.json_schema"
+    if wanted.json_schema is None:
         raise ApiError(f"'{where}' is required", param=where)
-    else:
-        given, where = wanted.json_schema.schema_, "response_format.json_schema.schema"
-    # An empty one means any object in both APIs, not any value.
-    return (ANY_OBJECT if given is None or given == {} else given), where
+    return said_as(wanted.json_schema.schema_, f"{where}.schema")

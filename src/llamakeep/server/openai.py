@@ -57,11 +57,11 @@ async def _answer(
     n_probs: int,
     label: str,
     plan: Plan | None = None,
+    shaped: bool = True,
 ) -> Response:
     options = context.options
     defaults = options.openai_sampling or openai_defaults(options.sampling)
-    is_held = plan is not None and plan.has_said
-    sampling = await sampling_soon(context, body, defaults, shaped=not is_held)
+    sampling = await sampling_soon(context, body, defaults, shaped=shaped)
     if plan is not None:
         sampling = plan.sampling(sampling)
     requests = requests_of(
@@ -144,12 +144,12 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
         constraints.refuse(body.model_extra)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
-        size = size_of(body.told, options.inline_chars)
-        said, where = said_of(body)
-        if said is not None:  # a schema that is new takes long
-            size = options.inline_chars + 1
+        said = said_of(body)
         plan = await soon(
-            options, size, lambda: conversations.plan(chat_of(body, said=said, said_where=where))
+            options,
+            size_of(body.told, options.inline_chars),
+            lambda: conversations.plan(chat_of(body, said=said)),
+            compiles=said is not None or bool(body.tools),
         )
         top = (body.top_logprobs or 0) if body.logprobs else None
         answer_id = new_id("chatcmpl-")
@@ -164,6 +164,7 @@ def chats(context: Context, conversations: Conversations) -> APIRouter:
             n_probs=0 if top is None else max(1, top),
             label=answer_id,
             plan=plan,
+            shaped=said is None,  # else the plan has seen to it, or the prompt is refused
         )
 
     async def count(

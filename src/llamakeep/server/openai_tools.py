@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llamakeep.errors import InvalidValue
+from llamakeep.errors import InvalidValue, ToolError
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.schema import TemplateFields
 from llamakeep.server.talk import Chat
-from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Tool, ToolChoice
+from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Said, Tool, ToolChoice
 
 _CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
-_WHAT = "must be auto, none, required, or an object that names a function"
+_FUNCTIONS = "must be auto, none, required, or an object that names a function"
 
 
-def chat_of(body: TemplateFields, *, said: Any = None, said_where: str = "") -> Chat:
+def chat_of(body: TemplateFields, *, said: Said | None = None) -> Chat:
     """Return the conversation that a client sends.
 
     Args:
         body: What it sends.
-        said: A schema of what is said where nothing is called; None for anything.
-        said_where: The path to it.
+        said: What is said where nothing is called; None for anything.
 
     Raises:
         ApiError: For tools and a choice of them that cannot be meant, with the field.
@@ -33,10 +32,9 @@ def chat_of(body: TemplateFields, *, said: Any = None, said_where: str = "") -> 
     return Chat(
         body.messages,
         tools,
-        choice_of(body.tool_choice, tools),
+        choice_of(body.tool_choice, tools, _name_of, _FUNCTIONS),
         parallel=body.parallel_tool_calls is not False,
         said=said,
-        said_where=said_where,
         thoughts_apart=None if body.reasoning_format is None else body.reasoning_format != "none",
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -90,15 +88,34 @@ def tool_of(where: str, function: Mapping[str, Any]) -> Tool:
             raise ApiError(f"'{where}.{name}' must be {what}", param=f"{where}.{name}")
         fields[name] = value
     try:
-        return Tool(**fields)
-    except InvalidValue as error:
-        name = "parameters" if "the parameters of" in str(error) else "name"
-        raise ApiError(f"'{where}.{name}': {error}", param=f"{where}.{name}") from None
+        return Tool(**fields, where=f"{where}.parameters")
+    except ToolError as error:
+        at = f"{where}.{error.field}"
+        raise ApiError(f"'{at}': {error}", param=at) from None
 
 
-def choice_of(given: Any, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Return which tools are to be called."""
-    choice = _choice(given)
+def choice_of(
+    given: Any,
+    tools: Sequence[Tool],
+    name_of: Callable[[Mapping[str, Any]], str | None],
+    what: str,
+    kinds: Sequence[str] = ("function",),
+) -> ToolChoice:
+    """Return which tools are to be called.
+
+    Args:
+        given: As the client sent it.
+        tools: That there are.
+        name_of: Returns the name of the tool that an object means; None if it means none.
+        what: What is said of a choice that is none.
+        kinds: Of tools that can be chosen.
+
+    Raises:
+        ApiError: For what cannot be meant.
+    """
+    choice = _choice(given, name_of, kinds)
+    if choice is None:
+        raise ApiError(f"'tool_choice' {what}", param="tool_choice")
     try:
         choice.of(tools)
     except InvalidValue as error:
@@ -106,25 +123,33 @@ def choice_of(given: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     return choice
 
 
-def _choice(given: Any) -> ToolChoice:
+def _choice(
+    given: Any, name_of: Callable[[Mapping[str, Any]], str | None], kinds: Sequence[str]
+) -> ToolChoice | None:
     if given is None:
         return AUTO
-    if isinstance(given, str) and given in _CHOICES:
-        return _CHOICES[given]
-    if isinstance(given, Mapping):
-        if given.get("type") == "allowed_tools":
-            allowed = given.get("allowed_tools", given)
-            mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
-            if mode in ("auto", "required") and isinstance(allowed.get("tools"), list):
-                return ToolChoice(mode, tuple(_named(each) for each in allowed["tools"]))
-        elif given.get("type", "function") == "function":
-            return ToolChoice("required", (_named(given),))
-    raise ApiError(f"'tool_choice' {_WHAT}", param="tool_choice")
+    if isinstance(given, str):
+        return _CHOICES.get(given)
+    if not isinstance(given, Mapping):
+        return None
+    kind = given.get("type", "function")
+    mode: Any = "required"
+    meant: Any = [given]
+    if kind == "allowed_tools":
+        inner = given.get("allowed_tools", given)  # chats have an object of its own for them
+        if not isinstance(inner, Mapping):
+            return None
+        mode, meant = inner.get("mode"), inner.get("tools")
+    elif kind not in kinds:
+        return None
+    if mode not in ("auto", "required") or not isinstance(meant, list):
+        return None
+    names = [name_of(each) if isinstance(each, Mapping) else None for each in meant]
+    known = tuple(name for name in names if name is not None)
+    return ToolChoice(mode, known) if len(known) == len(names) else None
 
 
-def _named(given: Any) -> str:
-    function = given.get("function") if isinstance(given, Mapping) else None
+def _name_of(given: Mapping[str, Any]) -> str | None:
+    function = given.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise ApiError(f"'tool_choice' {_WHAT}", param="tool_choice")
-    return name
+    return name if isinstance(name, str) else None

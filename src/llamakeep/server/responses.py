@@ -18,7 +18,7 @@ from llamakeep.server.context import Context
 from llamakeep.server.conversation import Conversations
 from llamakeep.server.documented import ERRORS, answers, example
 from llamakeep.server.errors import INVALID, ApiError, unsupported
-from llamakeep.server.grammars import shaping_field
+from llamakeep.server.grammars import said_as, shaping_field
 from llamakeep.server.openai import new_id
 from llamakeep.server.responses_input import messages_of
 from llamakeep.server.responses_json import Question, ResponseEncoder
@@ -30,6 +30,7 @@ from llamakeep.server.sse import stream
 from llamakeep.server.talk import Chat
 from llamakeep.server.threads import size_of, soon
 from llamakeep.server.wire import answer_json
+from llamakeep.tool_calls import Said
 
 _EXAMPLE = "When was the lighthouse built?"
 _DEPTH = 7
@@ -43,7 +44,6 @@ _REFUSED = {
     "context_management": "is not supported: send a shorter 'input'",
     "moderation": "is not supported",
 }
-_JSON_OBJECT = {"type": "object"}
 _STORED = (("", "GET", "DELETE"), ("/input_items", "GET"), ("/cancel", "POST"))
 """How stored responses are asked for."""
 
@@ -64,7 +64,12 @@ async def _answer(
         question = Question(body, box, plan, sampling, answer_id, engine.model_name, top)
         return question, ResponseEncoder(question, new_id)
 
-    question, encoder = await soon(options, _size(context, body), planned)
+    question, encoder = await soon(
+        options,
+        _size(context, body),
+        planned,
+        compiles=bool(body.tools) or _said_of(body) is not None,
+    )
     plan = question.plan
     requests = requests_of(
         context,
@@ -153,31 +158,24 @@ def chat_of(body: Asked) -> tuple[Toolbox, Chat]:
         extra.setdefault("reasoning_effort", body.reasoning.effort)
         if body.reasoning.effort == "none":
             extra.setdefault("enable_thinking", False)
-    said, where = _said(body)
     chat = Chat(
         messages_of(body),
         box.tools,
         choice_of(body.tool_choice, box),
         parallel=body.parallel_tool_calls is not False,
-        said=said,
-        said_where=where,
+        said=_said_of(body),
         add_generation_prompt=True,
         extra=extra,
     )
     return box, chat
 
 
-def _said(body: Asked) -> tuple[Any, str]:
-    """Return the schema of what is said, or None, and the path to it."""
-    form, where = None if body.text is None else body.text.format, "text.format"
+def _said_of(body: Asked) -> Said | None:
+    """Return what an answer has to be; None for anything."""
+    form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
-        return None, where
-    if form.type == "json_object":
-        return _JSON_OBJECT, where
-    where = "text.format.schema"
-    if form.schema_ is None:
-        raise ApiError(f"'{where}' is required", param=where)
-    return form.schema_ or _JSON_OBJECT, where
+        return None
+    return said_as(form.schema_, "text.format.schema")
 
 
 def _refuse(body: Asked) -> None:
@@ -196,6 +194,4 @@ def _size(context: Context, body: Asked) -> int:
     """Return about what it costs to read a request, in letters."""
     given: list[Any] = [body.input, body.instructions, body.tools, body.logit_bias]
     given.append(body.chat_template_kwargs)
-    if body.text is not None and body.text.format is not None:
-        given.append(body.text.format.schema_)
     return size_of(given, context.options.inline_chars)

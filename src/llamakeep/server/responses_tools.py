@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from llamakeep.errors import InvalidValue
+from llamakeep.server import openai_tools
 from llamakeep.server.errors import ApiError, unsupported
 from llamakeep.server.openai_tools import tool_of
-from llamakeep.tool_calls import AUTO, NONE, REQUIRED, Tool, ToolChoice
+from llamakeep.tool_calls import Tool, ToolChoice
 
 INPUT = "input"
 """The one parameter of what a custom tool becomes."""
@@ -37,8 +38,7 @@ HOSTED = (
 """Tools of OpenAI's own, which no model here knows."""
 _NO_TOOL = "is not here: it is a tool of OpenAI's own. Leave it out, or define a function like it"
 _KINDS = "must be function, custom or namespace"
-_CHOICES = {"auto": AUTO, "none": NONE, "required": REQUIRED}
-_WHAT = "must be auto, none, required, or an object that names tools"
+_TOOLS = "must be auto, none, required, or an object that names tools"
 _INPUT_SCHEMA = {
     "type": "object",
     "properties": {INPUT: {"type": "string"}},
@@ -181,36 +181,18 @@ def choice_of(given: Any, box: Toolbox) -> ToolChoice:
     Raises:
         ApiError: For what cannot be meant.
     """
-    choice = _choice(given, box)
-    try:
-        choice.of(box.tools)
-    except InvalidValue as error:
-        raise ApiError(f"'tool_choice': {error}", param="tool_choice") from None
-    return choice
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind in HOSTED:
+        raise unsupported("tool_choice", f"{kind!r} {_NO_TOOL}")
+    kinds = ("function", "custom")
+    return openai_tools.choice_of(given, box.tools, partial(_name_of, box), _TOOLS, kinds)
 
 
-def _choice(given: Any, box: Toolbox) -> ToolChoice:
-    if given is None:
-        return AUTO
-    if isinstance(given, str) and given in _CHOICES:
-        return _CHOICES[given]
-    if isinstance(given, Mapping):
-        kind, mode, tools = (given.get(name) for name in ("type", "mode", "tools"))
-        if kind == "allowed_tools" and mode in ("auto", "required") and isinstance(tools, list):
-            return ToolChoice(mode, tuple(_named(each, box) for each in tools))
-        if kind in ("function", "custom"):
-            return ToolChoice("required", (_named(given, box),))
-        if isinstance(kind, str) and kind in HOSTED:
-            raise unsupported("tool_choice", f"{kind!r} {_NO_TOOL}")
-    raise ApiError(f"'tool_choice' {_WHAT}", param="tool_choice")
-
-
-def _named(given: Any, box: Toolbox) -> str:
+def _name_of(box: Toolbox, given: Mapping[str, Any]) -> str | None:
     """Return the name by which the model knows a tool; that of a namespace need not be said."""
-    name = given.get("name") if isinstance(given, Mapping) else None
-    namespace = given.get("namespace") if isinstance(given, Mapping) else None
+    name, namespace = given.get("name"), given.get("namespace")
     if not isinstance(name, str) or not isinstance(namespace, str | None):
-        raise ApiError(f"'tool_choice' {_WHAT}", param="tool_choice")
+        return None
     full = full_name(name, namespace)
     if full in box.known or namespace is not None:
         return full

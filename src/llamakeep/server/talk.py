@@ -24,6 +24,7 @@ from llamakeep.tool_calls import (
     Format,
     Parser,
     Reply,
+    Said,
     Thoughts,
     Tool,
     ToolChoice,
@@ -55,9 +56,7 @@ class Chat:
         tools: What the model may call.
         choice: Whether it may, must or must not.
         parallel: It may call several at once.
-        said: A JSON schema of what it says where it calls nothing, after its thoughts; None for
-            anything.
-        said_where: What messages call that schema: the path to it in what the client sends.
+        said: What it says where it calls nothing, after its thoughts; None for anything.
         thoughts_apart: What it thinks is told apart; else it is content, with its marks. None for
             what the server was told.
         add_generation_prompt: End the prompt where the answer begins; None for yes.
@@ -72,8 +71,7 @@ class Chat:
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     parallel: bool = True
-    said: Any = None
-    said_where: str = "format"
+    said: Said | None = None
     thoughts_apart: bool | None = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -93,8 +91,8 @@ class Plan:
         parallel: It may call several at once.
         thoughts: How its thoughts are marked; None to leave them where they are.
         thinking: The prompt has opened them.
-        grammar: What calls have to match; None for anything.
-        has_said: The grammar also holds what is said to its schema.
+        grammar: What calls, and what is said where it has a schema, have to match; None for
+            anything.
         shown: Special tokens whose text an answer has to show.
     """
 
@@ -106,7 +104,6 @@ class Plan:
     thoughts: Thoughts | None = None
     thinking: bool = False
     grammar: Grammar | None = None
-    has_said: bool = False
     shown: frozenset[int] = frozenset()
 
     @property
@@ -115,14 +112,14 @@ class Plan:
         return self.form is None and self.thoughts is None
 
     def sampling(self, sampling: Sampling) -> Sampling:
-        """Return how tokens are chosen: with the grammar of the calls, where there is one.
+        """Return how tokens are chosen: with the grammar of the plan, where there is one.
 
         Raises:
-            ApiError: When the request has a grammar of its own, and no schema of what is said.
+            ApiError: When the request has a grammar of its own.
         """
         if self.grammar is None:
             return sampling
-        if sampling.grammar and not self.has_said:
+        if sampling.grammar:
             raise ApiError(
                 "'tools' cannot be called in an answer that has to match a format of its own",
                 param="tools",

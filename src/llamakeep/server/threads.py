@@ -70,11 +70,20 @@ def size_of_piece(piece: Piece) -> int:
     return sum(_PROB * (1 + len(choice.likeliest)) for choice in piece.probs) if piece.probs else 0
 
 
-async def soon(options: ServerOptions, size: int, work: Callable[[], T]) -> T:
+async def soon(
+    options: ServerOptions, size: int, work: Callable[[], T], *, compiles: bool = False
+) -> T:
     """Return what `work` returns: at once for a small `size`, from a thread for a larger one.
 
     A thread costs 0.1 to 0.3 ms, which is more than most prompts need.
+
+    Args:
+        options: Say what is small.
+        size: About what `work` costs, in letters.
+        work: What is to be done.
+        compiles: It may make a grammar of tools, of a schema or of a text: nobody knows before
+            what that costs, for 200 letters can ask for thousands of rules.
     """
-    if size <= options.inline_chars:
+    if size <= options.inline_chars and not compiles:
         return work()
     return await run_in_threadpool(work)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
-from llamakeep.errors import GrammarError, IntegrityError
+from llamakeep.errors import GrammarError
+from llamakeep.gbnf import KeptGrammars
 from llamakeep.runtime.base import Vocab
-from llamakeep.tool_calls import Format, Thoughts, Tool
+from llamakeep.tool_calls import Format, Said, Thoughts, Tool
 from llamakeep.tool_calls.grammar import Grammar, as_json, as_schema, grammar_of
 
 _KEPT_CHARS = 8 << 20
@@ -23,15 +21,12 @@ class ToolGrammars:
 
     Args:
         vocab: The model's.
-        kept_chars: Length of all that is kept together, tools included.
+        kept_chars: Length of all that is kept together, tools included, in characters.
     """
 
     def __init__(self, vocab: Vocab, kept_chars: int = _KEPT_CHARS) -> None:
         self._vocab = vocab
-        self._most_chars = kept_chars
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Grammar | GrammarError] = OrderedDict()
-        self._n_chars = 0
+        self._kept: KeptGrammars[Grammar] = KeptGrammars(kept_chars, lambda made: len(made.text))
 
     def grammar(
         self,
@@ -42,8 +37,7 @@ class ToolGrammars:
         parallel: bool,
         thoughts: Thoughts | None,
         thinking: bool,
-        said: Any = None,
-        said_where: str = "format",
+        said: Said | None = None,
     ) -> Grammar | None:
         """Return what calls have to match; None where that is nothing, as calls need not come.
 
@@ -55,23 +49,21 @@ class ToolGrammars:
             GrammarError: Where calls are required, a tool is strict, or what is said has a schema,
                 and that cannot be had.
         """
-        what = [(tool.name, tool.parameters, tool.strict) for tool in tools]
+        what = [(tool.name, tool.path, tool.parameters, tool.strict) for tool in tools]
         marks = None if thoughts is None else thoughts.open
-        key = json.dumps([form.name, what, required, parallel, marks, thinking, said, said_where])
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-        if found is None:
-            shape = (said, said_where)
-            found = self._make(form, tools, required, parallel, thoughts, thinking, shape)
-            self._keep(key, found)
-        if isinstance(found, Grammar):
-            return found
-        if required or said is not None or any(tool.strict for tool in tools):
-            raise GrammarError(str(found), where=found.where)
-        _log.debug("calls are held to no grammar: %s", found)
-        return None
+        shape = None if said is None else (said.schema, said.where)
+        key = json.dumps([form.name, what, required, parallel, marks, thinking, shape])
+
+        def make() -> Grammar:
+            return self._make(form, tools, required, parallel, thoughts, thinking, said)
+
+        try:
+            return self._kept.get(key, make)
+        except GrammarError as error:
+            if required or said is not None or any(tool.strict for tool in tools):
+                raise
+            _log.debug("calls are held to no grammar: %s", error)
+            return None
 
     def _make(
         self,
@@ -81,9 +73,10 @@ class ToolGrammars:
         parallel: bool,
         thoughts: Thoughts | None,
         thinking: bool,
-        shape: tuple[Any, str],
-    ) -> Grammar | GrammarError:
-        ways = (as_schema,) if any(tool.strict for tool in tools) else (as_schema, as_json)
+        said: Said | None,
+    ) -> Grammar:
+        may_be_less = bool(tools) and not any(tool.strict for tool in tools)
+        ways = (as_schema, as_json) if may_be_less else (as_schema,)
         failed: GrammarError | None = None
         for held in ways:
             try:
@@ -94,8 +87,7 @@ class ToolGrammars:
                     parallel=parallel,
                     thoughts=thoughts,
                     thinking=thinking,
-                    said=shape[0],
-                    said_where=shape[1],
+                    said=said,
                     held=held,
                 )
                 self._vocab.check_grammar(grammar.text)
@@ -104,29 +96,8 @@ class ToolGrammars:
             else:
                 return grammar
         assert failed is not None
-        return GrammarError(str(failed), where=failed.where)  # without the frames it came through
-
-    def _keep(self, key: str, found: Grammar | GrammarError) -> None:
-        n_chars = _size(key, found)
-        with self._lock:
-            if n_chars > self._most_chars or key in self._kept:
-                return
-            self._n_chars += n_chars
-            while self._n_chars > self._most_chars:
-                old, gone = self._kept.popitem(last=False)
-                self._n_chars -= _size(old, gone)
-            self._kept[key] = found
+        raise failed
 
     def check(self) -> None:
         """Raise if what is counted is not what is kept."""
-        with self._lock:
-            n_chars = sum(_size(key, found) for key, found in self._kept.items())
-            if not n_chars == self._n_chars <= self._most_chars:
-                raise IntegrityError(
-                    f"grammars of {n_chars:,} characters are counted as {self._n_chars:,}, "
-                    f"at most {self._most_chars:,}"
-                )
-
-
-def _size(key: str, found: Grammar | GrammarError) -> int:
-    return len(key) + (len(found.text) if isinstance(found, Grammar) else len(str(found)))
+        self._kept.check()

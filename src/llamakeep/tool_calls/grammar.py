@@ -15,7 +15,7 @@ from llamakeep.errors import GrammarError
 from llamakeep.json_schema import Rules, add_schema, literal
 from llamakeep.tool_calls.formats import FUNCTION, Body, Format, Marker
 from llamakeep.tool_calls.reasoning import Thoughts
-from llamakeep.tool_calls.values import Tool
+from llamakeep.tool_calls.values import Said, Tool
 from llamakeep.tool_calls.xml_values import is_text
 
 Held: TypeAlias = Callable[[Rules, Tool, Any, str], str]
@@ -66,8 +66,7 @@ def grammar_of(
     parallel: bool = True,
     thoughts: Thoughts | None = None,
     thinking: bool = False,
-    said: Any = None,
-    said_where: str = "format",
+    said: Said | None = None,
     held: Held = as_schema,
 ) -> Grammar:
     """Return the grammar of calls. About 0.1 ms for each property of a tool.
@@ -79,8 +78,7 @@ def grammar_of(
         parallel: Several may come.
         thoughts: How the model marks its thoughts, which may come before.
         thinking: The prompt has opened them already.
-        said: A JSON schema of the whole answer, where it calls nothing; None for anything.
-        said_where: What messages call that schema.
+        said: The schema of the whole answer, where it calls nothing; None for anything.
         held: Says what arguments are held to.
 
     Raises:
@@ -93,7 +91,7 @@ def grammar_of(
     if required:
         maker.add("answer", "calls")
     elif said is not None:
-        text = maker.schema(said, said_where)
+        text = maker.schema(said)
         maker.add("answer", *(("calls",) if tools else ()), text)
     elif form.generic:
         response = '"{" ws "\\"response\\":" ws string ws "}"'
@@ -144,7 +142,7 @@ class _Maker:
             self.add("function", *(self._xml(at) for at in range(len(tools))))
         else:
             self._arguments = [
-                held(self._rules, tool, {"type": "object", **tool.parameters}, _where(tool))
+                held(self._rules, tool, {"type": "object", **tool.parameters}, tool.path)
                 for tool in tools
             ]
             self.add("call-object", *(self._object(at) for at in range(len(tools))))
@@ -160,9 +158,9 @@ class _Maker:
         self.add("more", f"({between} {first})*" if repeats else '""')
         self.add("calls", f"{first} more")
 
-    def schema(self, schema: Any, where: str) -> str:
+    def schema(self, said: Said) -> str:
         """Add the rules of a schema of the whole answer; return the name of the first."""
-        return add_schema(self._rules, schema, where)
+        return add_schema(self._rules, said.schema, said.where)
 
     def add(self, name: str, *choices: str) -> None:
         """Add a rule. A number at a name's end has two dashes before it: no schema's rule has."""
@@ -238,6 +236,24 @@ class _Maker:
             return " | ".join(each)
         return f"ws call-object ws {quoted(marker.close)}" if marker.close else "ws call-object"
 
+    def _value(self, tool: Tool, key: str, schema: Mapping[str, Any]) -> str:
+        """Add the rules of one parameter, which may refer to what the whole schema defines."""
+        where = f"{tool.path}.properties.{key}"
+        shared = {
+            name: tool.parameters[name]
+            for name in _SHARED
+            if name in tool.parameters and name not in schema
+        }
+        try:
+            return self._held(self._rules, tool, {**shared, **schema}, where)
+        except GrammarError as error:
+            for name in shared:  # it stands in the whole schema and not in this part
+                here, there = f"{where}.{name}.", f"{tool.path}.{name}."
+                if error.where.startswith(here):
+                    message = str(error).replace(here, there, 1)
+                    raise GrammarError(message, where=error.where.replace(here, there, 1)) from None
+            raise
+
     def _xml(self, at: int) -> str:
         """Return a tool's name and parameters between tags."""
         tool = self._tools[at]
@@ -256,20 +272,12 @@ class _Maker:
             elif is_text(schema):
                 self.add(name, "tag-text")
             else:
-                where = f"{_where(tool)}.properties.{key}"
-                value = self._held(self._rules, tool, _with_definitions(tool, schema), where)
-                self.add(name, f"{value} {end}")
+                self.add(name, f"{self._value(tool, key, schema)} {end}")
             part = f"{quoted('<parameter=')} {literal(key)} {quoted('>' + chr(10))} {name}"
             is_needed = isinstance(required, list) and key in required
             parts.append(part if is_needed else f"({part})?")
         return " ".join([quoted(tool.name + ">\n"), *parts, quoted(FUNCTION.close)])
 
 
-def _where(tool: Tool) -> str:
-    return f"{tool.name}.parameters"
-
-
-def _with_definitions(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a tool's schema with what it may refer to."""
-    shared = ("$defs", "definitions")
-    return {key: tool.parameters[key] for key in shared if key in tool.parameters} | dict(schema)
+_SHARED = ("$defs", "definitions")
+"""What all parts of a schema may refer to."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from llamakeep.errors import InvalidValue
+from llamakeep.errors import InvalidValue, ToolError
 
 MOST_NAME_CHARS = 128
 MOST_DEPTH = 128
@@ -30,9 +30,11 @@ class Tool:
         description: For the model.
         parameters: A JSON schema of an object: the arguments.
         strict: The arguments must follow the schema to the letter.
+        where: What messages call the schema: the path to it in what a client sent. Makes no tool
+            another one. See `path`.
 
     Raises:
-        InvalidValue: For a name that is none, and for a schema that is of no object, or nested too
+        ToolError: For a name that is none, and for a schema that is of no object, or nested too
             deeply.
     """
 
@@ -42,22 +44,31 @@ class Tool:
         default_factory=lambda: {"type": "object", "properties": {}}
     )
     strict: bool = False
+    where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or len(self.name) > MOST_NAME_CHARS:
-            raise InvalidValue(
+            raise ToolError(
                 f"a tool's name has 1 to {MOST_NAME_CHARS} letters, digits or _.:/-, "
-                f"not {self.name[:200]!r}"
+                f"not {self.name[:200]!r}",
+                field="name",
             )
         if self.parameters.get("type", "object") != "object":
-            raise InvalidValue(
+            raise ToolError(
                 f"the parameters of {self.name!r} must be the schema of an object, "
-                f"not of type {str(self.parameters['type'])[:100]!r}"
+                f"not of type {str(self.parameters['type'])[:100]!r}",
+                field="parameters",
             )
         if depth_is_over(self.parameters, MOST_DEPTH):
-            raise InvalidValue(
-                f"the parameters of {self.name!r} are nested more than {MOST_DEPTH} deep"
+            raise ToolError(
+                f"the parameters of {self.name!r} are nested more than {MOST_DEPTH} deep",
+                field="parameters",
             )
+
+    @property
+    def path(self) -> str:
+        """What messages call the schema: `where`, or else the name and `parameters`."""
+        return self.where or f"{self.name}.parameters"
 
     def to_openai(self) -> dict[str, Any]:
         """Return it as OpenAI's API and chat templates have it."""
@@ -67,6 +78,19 @@ class Tool:
             "parameters": self.parameters,
         }
         return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an answer has to be where it calls nothing, after its thoughts.
+
+    Attributes:
+        schema: A JSON schema.
+        where: What messages call it: the path to it in what a client sent.
+    """
+
+    schema: Any
+    where: str = "format"
 
 
 def depth_is_over(value: object, most: int) -> bool:
