@@ -87,13 +87,13 @@ def test_a_call_that_is_required_is_a_right_one(
     with real(tiny_model("attention"), source) as (client, _):
         for seed in range(4):
             extra: dict[str, Any] = {"seed": seed, "parallel_tool_calls": False, **off}
+            once = {"type": "function", "function": {"name": "time"}}
             choice = ask(client, tool_choice="required", **extra)
             assert choice["finish_reason"] == "tool_calls", choice
             assert choice["message"]["content"] is None
             assert len(choice["message"]["tool_calls"]) == 1
             check(choice["message"]["tool_calls"])
-            named = {"type": "function", "function": {"name": "time"}}
-            choice = ask(client, tool_choice=named, **extra)
+            choice = ask(client, tool_choice=once, **{**extra, "parallel_tool_calls": True})
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "time"
             check([call])

@@ -108,7 +108,7 @@ def _choice(given: ToolChoice | None, tools: tuple[Tool, ...]) -> Choice:
     if given.type == "tool":
         if given.name is None:
             raise _wrong("tool_choice.name", "Field required")
-        choice = Choice("required", (given.name,))
+        choice = Choice("required", (given.name,), once=True)
     else:
         choice = _CHOICES[given.type]
     try:

@@ -146,7 +146,8 @@ def _choice(
         return None
     names = [name_of(each) if isinstance(each, Mapping) else None for each in meant]
     known = tuple(name for name in names if name is not None)
-    return ToolChoice(mode, known) if len(known) == len(names) else None
+    once = kind != "allowed_tools"
+    return ToolChoice(mode, known, once) if len(known) == len(names) else None
 
 
 def _name_of(given: Mapping[str, Any]) -> str | None:

@@ -118,10 +118,12 @@ class ToolChoice:
     Attributes:
         mode: `auto` lets the model choose, `none` forbids, `required` asks for at least one call.
         names: The tools that may be called; () for all of them.
+        once: One call is meant, and no second one.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] = ()
+    once: bool = False
 
     def of(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return the tools that may be called.
