@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import llamakeep
-from llamakeep.engine import Record, Request
+from llamakeep.engine import Engine, Record, Request
 from llamakeep.errors import DecodeError
 from llamakeep.explain import Explanation, History, Kind, RecordLog, Served, explain_logged
 from llamakeep.modes import Mode
 from llamakeep.runtime.fake import FakeRuntime
+from llamakeep.server.metrics import Metrics
 from llamakeep.server.recording import Recorder
 from llamakeep.states import Reuse
 from llamakeep.tokens import as_tokens
@@ -301,17 +302,71 @@ class Broken(RecordLog):
         raise StoreError("cannot write: No space left on device")
 
 
+def counting(log: RecordLog, engine: Engine) -> tuple[Recorder, Metrics]:
+    metrics = Metrics(engine.stats, engine.settle)
+    recorder = Recorder(engine, log, metrics.unrecorded)
+    engine.observers.add(recorder)
+    return recorder, metrics
+
+
 def test_a_log_that_is_full_ends_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of() as engine:
-        recorder = Recorder(engine, Broken(tmp_path / "x", clock=lambda: 0.0))
-        engine.observers.add(recorder)
+        recorder, metrics = counting(Broken(tmp_path / "x", clock=lambda: 0.0), engine)
         for _ in range(3):
             ask(engine, span(20, 1), 1).wait()
         engine.settle()
         assert recorder.n_lost == 3
-    assert caplog.text.count("requests are not recorded any more") == 1
+        shown = metrics.exposition()[0].decode()
+        assert 'llamakeep_unrecorded_requests_total{reason="failed"} 3.0' in shown
+    assert caplog.text.count("a request is not recorded, and others may not be") == 1
+    assert "No space left" in caplog.text
+
+
+def test_what_may_leave_nothing_behind_is_not_recorded_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine, caplog.at_level("INFO"):
+        recorder, metrics = counting(RecordLog(path, clock=lambda: 0.0), engine)
+        for mode in Mode:
+            ask(engine, span(20, 1), 1, mode=mode, label=mode.value).wait()
+        engine.settle()
+        assert (recorder.n_private, recorder.n_lost) == (2, 0)
+        shown = metrics.exposition()[0].decode()
+        assert 'llamakeep_unrecorded_requests_total{reason="private"} 2.0' in shown
+    lines = [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    assert lines == ["on", "write"]
+    assert caplog.text.count("are not recorded") == 1
+
+
+def test_what_the_history_has_forgotten_is_recorded_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine:
+        recorder, _ = counting(RecordLog(path, clock=lambda: 0.0), engine)
+        engine.history = History(capacity_tokens=50)
+        ask(engine, span(200, 1), 1, label="long").wait()
+        engine.settle()
+        assert engine.history.find("long") is None
+        assert recorder.n_lost == 0
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (line["id"], line["input_length"], line["reused_tokens"]) == ("long", 200, 0)
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_session_that_is_no_text_is_recorded(tmp_path: Path, texts: bool) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine:
+        log = RecordLog(path, clock=lambda: 0.0, with_texts=texts)
+        recorder, _ = counting(log, engine)
+        ask(engine, span(20, 1), 1, session="\ud800").wait()
+        engine.settle()
+        assert recorder.n_lost == 0
+    (line,) = path.read_text().splitlines()
+    session = json.loads(line)["session_id"]
+    assert (session == "\ud800") is texts
+    assert session
 
 
 def test_a_request_knows_its_session_and_its_body() -> None:
