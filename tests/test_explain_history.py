@@ -19,7 +19,7 @@ from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.server.metrics import Metrics
 from llamakeep.server.recording import Recorder
 from llamakeep.states import Reuse
-from llamakeep.tokens import as_tokens
+from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from tests.engine_tools import ask, engine_of, join, span
 from tests.server_tools import served as serving_fake
 
@@ -44,6 +44,77 @@ def test_what_a_request_shares_and_with_which_one(family: str) -> None:
         assert last is not None
         assert (last.request_id, last.kind) == ("other", Kind.FIRST_SEEN)
         assert engine.explain("nobody") is None
+
+
+def text_tokens(engine: Engine, text: str) -> IntArray:
+    return engine.vocab.tokenize(text, add_special=False, parse_special=True)
+
+
+TIMED = "It is 10:31:07 on 2026-03-01. You read a file before you edit it, and you are brief."
+KEYS = '{"command": "make", "timeout": 105, "path": "/src/lighthouse"}'
+TURNS = "<|im_end|>\n<|im_start|>user\nHow old?<|im_end|>\n<|im_start|>assistant\n"
+TOOLS = "read_file: reads a file.\nrun: runs a command.\nsearch: finds a text in files.\n"
+
+
+@pytest.mark.parametrize("family", ["attention", "hybrid"])
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (TIMED, TIMED.replace("31:07", "32:55"), Kind.DATE),
+        (
+            KEYS,
+            '{"timeout": 105, "command": "make", "path": "/src/lighthouse"}',
+            Kind.ORDER,
+        ),
+        (TOOLS, "".join(sorted(TOOLS.splitlines(keepends=True), reverse=True)), Kind.ORDER),
+        (KEYS, KEYS.replace("105", "105.0"), Kind.NUMBER_FORMAT),
+        (
+            f"{TURNS}<think>The light must be old.</think>It was built in 1871, a plaque says.",
+            f"{TURNS}It was built in 1871, a plaque says.",
+            Kind.REASONING_REMOVED,
+        ),
+    ],
+    ids=["timestamp", "keys", "tools", "number", "thinking"],
+)
+def test_fault_63_clients_change_early_tokens(
+    family: str, before: str, after: str, kind: Kind
+) -> None:
+    lead = "<|im_start|>system\nYou are careful.\n"
+    rest = " Go on.<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    with engine_of(family, n_seqs=1, keeping={"align": 1}, align=1) as engine:
+        old, new = (text_tokens(engine, lead + text + rest) for text in (before, after))
+        ask(engine, old, 2, label="before").wait()
+        ask(engine, new, 2, label="after").wait()
+        found = engine.explain("after")
+        assert found is not None
+        at = common_prefix(old, new)
+        shared = engine.vocab.text(new[:at])
+        assert (found.kind, found.token_index, found.token_range) == (kind, at, 1)
+        assert (found.request_id, found.before_id) == ("after", "before")
+        assert found.reused_tokens is not None
+        assert found.reused_tokens <= at
+        assert found.around.shared
+        assert shared.endswith(found.around.shared)
+        assert engine.vocab.text(old[at:]).startswith(found.around.before)
+        assert engine.vocab.text(new[at:]).startswith(found.around.after)
+        assert found.around.before[:1] != found.around.after[:1]
+
+
+def test_fault_64_the_same_text_in_other_tokens_is_reused_to_where_they_part() -> None:
+    with engine_of(n_seqs=1, keeping={"align": 1}, align=1) as engine:
+        lead, rest = span(96, 1), span(40, 2)
+        [whole], parts = [700], text_tokens(engine, "<700>")
+        assert engine.vocab.text([whole]) == engine.vocab.text(parts)
+        ask(engine, join(lead, parts, rest), 1, label="before").wait()
+        ask(engine, join(lead, [whole], rest), 1, label="after").wait()
+        found = engine.explain("after")
+        assert found is not None
+        assert (found.kind, found.token_index) == (Kind.TOKENIZATION, 96)
+        assert found.reused_tokens == 96
+        assert found.evaluated_tokens == 41
+        assert found.reason == "the text at token 96 is the same, in other tokens"
+        assert found.around.before.startswith("<700>")
+        assert found.around.after.startswith("<700>")
 
 
 def test_what_was_evicted_is_told_with_the_policy_and_the_price() -> None:
