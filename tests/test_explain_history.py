@@ -399,7 +399,7 @@ def test_what_may_leave_nothing_behind_is_not_recorded_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "requests.jsonl"
-    with engine_of() as engine, caplog.at_level("INFO"):
+    with engine_of() as engine, caplog.at_level("INFO", logger="llamakeep"):
         recorder, metrics = counting(RecordLog(path, clock=lambda: 0.0), engine)
         for mode in Mode:
             ask(engine, span(20, 1), 1, mode=mode, label=mode.value).wait()
