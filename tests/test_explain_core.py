@@ -116,7 +116,14 @@ JSON = st.recursive(
 )
 BODIES = st.fixed_dictionaries(
     {"messages": st.lists(JSON, max_size=5)},
-    optional={"tools": JSON, "system": JSON, "cache_salt": JSON, "chat_template_kwargs": JSON},
+    optional={
+        "tools": JSON,
+        "system": JSON,
+        "cache_salt": JSON,
+        "chat_template_kwargs": JSON,
+        "thinking": JSON,
+        "output_config": JSON,
+    },
 )
 
 
@@ -127,6 +134,25 @@ def test_no_body_is_too_strange(before: dict[str, Any], after: dict[str, Any]) -
     assert found.kind in Kind
     assert Explanation.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert explain(after, copy_of(after)).kind is Kind.SAME
+
+
+RESPONSES = st.fixed_dictionaries(
+    {"input": st.text(max_size=9) | st.lists(JSON, max_size=5)},
+    optional={"tools": JSON, "instructions": JSON, "reasoning": JSON, "text": JSON},
+)
+ITEMS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"])},
+    optional=dict.fromkeys(("role", "content", "call_id", "name", "output", "summary"), JSON),
+)
+
+
+@settings(max_examples=300)
+@given(before=RESPONSES, after=st.fixed_dictionaries({"input": st.lists(ITEMS, max_size=6)}))
+def test_no_items_are_too_strange(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for one, other in ((before, after), (after, before)):
+        found = explain(one, other)
+        assert found.kind in Kind
+        assert explain(one, copy_of(one)).kind is Kind.SAME
 
 
 @settings(max_examples=300)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 import llamakeep
-from llamakeep.engine import Record, Request
+from llamakeep.engine import Engine, Record, Request
 from llamakeep.errors import DecodeError
 from llamakeep.explain import Explanation, History, Kind, RecordLog, Served, explain_logged
 from llamakeep.modes import Mode
 from llamakeep.runtime.fake import FakeRuntime
+from llamakeep.server.metrics import Metrics
 from llamakeep.server.recording import Recorder
 from llamakeep.states import Reuse
-from llamakeep.tokens import as_tokens
+from llamakeep.tokens import IntArray, as_tokens, common_prefix
 from tests.engine_tools import ask, engine_of, join, span
 from tests.server_tools import served as serving_fake
 
@@ -43,6 +44,77 @@ def test_what_a_request_shares_and_with_which_one(family: str) -> None:
         assert last is not None
         assert (last.request_id, last.kind) == ("other", Kind.FIRST_SEEN)
         assert engine.explain("nobody") is None
+
+
+def text_tokens(engine: Engine, text: str) -> IntArray:
+    return engine.vocab.tokenize(text, add_special=False, parse_special=True)
+
+
+TIMED = "It is 10:31:07 on 2026-03-01. You read a file before you edit it, and you are brief."
+KEYS = '{"command": "make", "timeout": 105, "path": "/src/lighthouse"}'
+TURNS = "<|im_end|>\n<|im_start|>user\nHow old?<|im_end|>\n<|im_start|>assistant\n"
+TOOLS = "read_file: reads a file.\nrun: runs a command.\nsearch: finds a text in files.\n"
+
+
+@pytest.mark.parametrize("family", ["attention", "hybrid"])
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (TIMED, TIMED.replace("31:07", "32:55"), Kind.DATE),
+        (
+            KEYS,
+            '{"timeout": 105, "command": "make", "path": "/src/lighthouse"}',
+            Kind.ORDER,
+        ),
+        (TOOLS, "".join(sorted(TOOLS.splitlines(keepends=True), reverse=True)), Kind.ORDER),
+        (KEYS, KEYS.replace("105", "105.0"), Kind.NUMBER_FORMAT),
+        (
+            f"{TURNS}<think>The light must be old.</think>It was built in 1871, a plaque says.",
+            f"{TURNS}It was built in 1871, a plaque says.",
+            Kind.REASONING_REMOVED,
+        ),
+    ],
+    ids=["timestamp", "keys", "tools", "number", "thinking"],
+)
+def test_fault_63_clients_change_early_tokens(
+    family: str, before: str, after: str, kind: Kind
+) -> None:
+    lead = "<|im_start|>system\nYou are careful.\n"
+    rest = " Go on.<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    with engine_of(family, n_seqs=1, keeping={"align": 1}, align=1) as engine:
+        old, new = (text_tokens(engine, lead + text + rest) for text in (before, after))
+        ask(engine, old, 2, label="before").wait()
+        ask(engine, new, 2, label="after").wait()
+        found = engine.explain("after")
+        assert found is not None
+        at = common_prefix(old, new)
+        shared = engine.vocab.text(new[:at])
+        assert (found.kind, found.token_index, found.token_range) == (kind, at, 1)
+        assert (found.request_id, found.before_id) == ("after", "before")
+        assert found.reused_tokens is not None
+        assert found.reused_tokens <= at
+        assert found.around.shared
+        assert shared.endswith(found.around.shared)
+        assert engine.vocab.text(old[at:]).startswith(found.around.before)
+        assert engine.vocab.text(new[at:]).startswith(found.around.after)
+        assert found.around.before[:1] != found.around.after[:1]
+
+
+def test_fault_64_the_same_text_in_other_tokens_is_reused_to_where_they_part() -> None:
+    with engine_of(n_seqs=1, keeping={"align": 1}, align=1) as engine:
+        lead, rest = span(96, 1), span(40, 2)
+        [whole], parts = [700], text_tokens(engine, "<700>")
+        assert engine.vocab.text([whole]) == engine.vocab.text(parts)
+        ask(engine, join(lead, parts, rest), 1, label="before").wait()
+        ask(engine, join(lead, [whole], rest), 1, label="after").wait()
+        found = engine.explain("after")
+        assert found is not None
+        assert (found.kind, found.token_index) == (Kind.TOKENIZATION, 96)
+        assert found.reused_tokens == 96
+        assert found.evaluated_tokens == 41
+        assert found.reason == "the text at token 96 is the same, in other tokens"
+        assert found.around.before.startswith("<700>")
+        assert found.around.after.startswith("<700>")
 
 
 def test_what_was_evicted_is_told_with_the_policy_and_the_price() -> None:
@@ -301,17 +373,71 @@ class Broken(RecordLog):
         raise StoreError("cannot write: No space left on device")
 
 
+def counting(log: RecordLog, engine: Engine) -> tuple[Recorder, Metrics]:
+    metrics = Metrics(engine.stats, engine.settle)
+    recorder = Recorder(engine, log, metrics.unrecorded)
+    engine.observers.add(recorder)
+    return recorder, metrics
+
+
 def test_a_log_that_is_full_ends_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of() as engine:
-        recorder = Recorder(engine, Broken(tmp_path / "x", clock=lambda: 0.0))
-        engine.observers.add(recorder)
+        recorder, metrics = counting(Broken(tmp_path / "x", clock=lambda: 0.0), engine)
         for _ in range(3):
             ask(engine, span(20, 1), 1).wait()
         engine.settle()
         assert recorder.n_lost == 3
-    assert caplog.text.count("requests are not recorded any more") == 1
+        shown = metrics.exposition()[0].decode()
+        assert 'llamakeep_unrecorded_requests_total{reason="failed"} 3.0' in shown
+    assert caplog.text.count("a request is not recorded, and others may not be") == 1
+    assert "No space left" in caplog.text
+
+
+def test_what_may_leave_nothing_behind_is_not_recorded_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine, caplog.at_level("INFO", logger="llamakeep"):
+        recorder, metrics = counting(RecordLog(path, clock=lambda: 0.0), engine)
+        for mode in Mode:
+            ask(engine, span(20, 1), 1, mode=mode, label=mode.value).wait()
+        engine.settle()
+        assert (recorder.n_private, recorder.n_lost) == (2, 0)
+        shown = metrics.exposition()[0].decode()
+        assert 'llamakeep_unrecorded_requests_total{reason="private"} 2.0' in shown
+    lines = [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    assert lines == ["on", "write"]
+    assert caplog.text.count("are not recorded") == 1
+
+
+def test_what_the_history_has_forgotten_is_recorded_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine:
+        recorder, _ = counting(RecordLog(path, clock=lambda: 0.0), engine)
+        engine.history = History(capacity_tokens=50)
+        ask(engine, span(200, 1), 1, label="long").wait()
+        engine.settle()
+        assert engine.history.find("long") is None
+        assert recorder.n_lost == 0
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (line["id"], line["input_length"], line["reused_tokens"]) == ("long", 200, 0)
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_session_that_is_no_text_is_recorded(tmp_path: Path, texts: bool) -> None:
+    path = tmp_path / "requests.jsonl"
+    with engine_of() as engine:
+        log = RecordLog(path, clock=lambda: 0.0, with_texts=texts)
+        recorder, _ = counting(log, engine)
+        ask(engine, span(20, 1), 1, session="\ud800").wait()
+        engine.settle()
+        assert recorder.n_lost == 0
+    (line,) = path.read_text().splitlines()
+    session = json.loads(line)["session_id"]
+    assert (session == "\ud800") is texts
+    assert session
 
 
 def test_a_request_knows_its_session_and_its_body() -> None:

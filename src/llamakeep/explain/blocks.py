@@ -45,7 +45,8 @@ def block_ids(
 
 def pseudonym(name: str, *, key: bytes) -> str:
     """Return what stands for a name in a log: the same for the same one, of one key."""
-    return blake3(b"llamakeep record name\0" + name.encode(), key=key).hexdigest(8)
+    data = name.encode("utf-8", "surrogatepass")  # JSON has texts that are no text
+    return blake3(b"llamakeep record name\0" + data, key=key).hexdigest(8)
 
 
 def key_id(key: bytes) -> str:

@@ -326,7 +326,7 @@ class CreateMessage(TokenCount):
     )
     metadata: Anything = Field(
         default=None,
-        description="Not looked at, but for its `user_id`: the session in the log of requests.",
+        description="Its `user_id` is the session in the log of requests; no more is read.",
     )
     service_tier: Anything = Field(default=None, description="Not looked at.")
     inference_geo: Anything = Field(default=None, description="Not looked at.")

@@ -26,6 +26,7 @@ from llamakeep.engine import Observer, Record
 from llamakeep.engine.request import steps_of
 from llamakeep.errors import ContextOverflow, EngineClosed, LlamakeepError, QueueFull
 from llamakeep.server.errors import GONE
+from llamakeep.server.recording import LOST
 
 logger = logging.getLogger("llamakeep")
 
@@ -139,6 +140,9 @@ class Metrics(Observer):
         )
         self._generated = count("generated_tokens", "Tokens of answers.")
         self._refusals = count("refusals", "Requests that were not taken.", "reason")
+        self._unrecorded = count(
+            "unrecorded_requests", "Requests that --record did not write.", "reason"
+        )
         self._errors = count("errors", "Requests that failed, by the error's class.", "kind")
         self._restore = histogram("restore", "Finding and restoring a state.", _FAST_S, "tier")
         self._save = histogram("save", "Keeping a state.", _FAST_S)
@@ -176,6 +180,10 @@ class Metrics(Observer):
         if record.generated_tokens:
             self._first.observe(record.first_token_ms / 1e3)
         self._collector.add(record)
+
+    def unrecorded(self, reason: str) -> None:
+        """Count a request that is not in the log of requests."""
+        self._unrecorded.labels(_one_of(reason, LOST)).inc()
 
     def saved(self, ms: float) -> None:
         """Note how long it took to keep a state."""

@@ -84,7 +84,7 @@ def load_service(settings: ServerSettings, on_progress: OnProgress) -> Service:
         engine.observers.add(metrics)
         if settings.record is not None:
             log = RecordLog(settings.record, clock=time.time, with_texts=settings.explain_texts)
-            engine.observers.add(Recorder(engine, log))
+            engine.observers.add(Recorder(engine, log, metrics.unrecorded))
         engine.observers.add(RequestLog(progress=sys.stderr.isatty()))
         template = template_of(settings, engine.vocab)
         app = create_app(
