@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ def made(number: int, n_tokens: int) -> Served:
 
 
 def test_a_history_is_bounded_in_tokens_and_requests() -> None:
-    history = History(capacity_tokens=1000)
+    history = History(capacity_bytes=4000)
     for number in range(1, 30):
         history.add(made(number, 90))
     known = [number for number in range(1, 30) if history.find(number) is not None]
@@ -416,7 +417,7 @@ def test_what_the_history_has_forgotten_is_recorded_all_the_same(tmp_path: Path)
     path = tmp_path / "requests.jsonl"
     with engine_of() as engine:
         recorder, _ = counting(RecordLog(path, clock=lambda: 0.0), engine)
-        engine.history = History(capacity_tokens=50)
+        engine.history = History(capacity_bytes=200)
         ask(engine, span(200, 1), 1, label="long").wait()
         engine.settle()
         assert engine.history.find("long") is None
@@ -446,7 +447,8 @@ def test_a_request_knows_its_session_and_its_body() -> None:
         server.post("/v1/chat/completions", body)
         served = server.engine.history.find()
         assert served is not None
-        assert (served.session, served.body) == ("me", body)
+        assert served.session == "me"
+        assert json.loads(served.body or b"") == body
 
 
 def test_records_and_history_agree() -> None:
@@ -489,3 +491,31 @@ def test_a_keeper_explains_its_requests(family: str, tiny_llama: Callable[..., A
         assert keeper.explain() is None
     finally:
         keeper.detach()
+
+
+def test_bodies_are_bounded_with_the_rest() -> None:
+    history = History(capacity_bytes=10_000)
+    for number in range(1, 30):
+        history.add(replace(made(number, 10), body=b"{}" * 500))
+    assert sum(history.find(number) is not None for number in range(1, 30)) == 9
+
+
+def test_a_body_with_several_prompts_says_nothing_of_any_of_them() -> None:
+    with serving_fake(explain_texts=True, engine={"n_seqs": 1}) as server:
+        first, second = "A first prompt, of some length.", "And another one, which is new."
+        server.answer("/completion", prompt=first, n_predict=1)
+        server.answer("/completion", prompt=[first, second], n_predict=1)
+        found = server.engine.explain()
+    assert found is not None
+    assert found.kind is not Kind.SAME
+    assert found.evaluated_tokens
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b"\xff", b"[" * 100_000, b'{"other": 1}'])
+def test_a_body_that_cannot_be_read_is_left_out(body: bytes) -> None:
+    with engine_of(n_seqs=1) as engine:
+        ask(engine, span(60, 1), 1, label="a").wait()
+        ask(engine, join(span(60, 1), span(20, 2)), 1, label="b", body=body).wait()
+        found = engine.explain("b")
+    assert found is not None
+    assert (found.before_id, found.token_index) == ("a", 60)

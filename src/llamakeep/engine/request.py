@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from llamakeep.errors import InvalidValue, TokenError, whole_number
 from llamakeep.modes import Mode
@@ -60,7 +60,7 @@ class Request:
         wants_progress: Send `Progress` while the prompt is evaluated.
         label: A name for logs, such as the identifier of an HTTP request.
         session: What its sender says that it belongs to.
-        body: The body that it was made of, only where texts may be kept to explain requests.
+        body: What it was made of, as JSON; only where texts may be kept to explain requests.
         alias: Another name that its sender knows it by, or "".
 
     Raises:
@@ -81,7 +81,7 @@ class Request:
     wants_progress: bool = False
     label: str = ""
     session: str = ""
-    body: Mapping[str, Any] | None = None
+    body: bytes | None = None
     alias: str = ""
 
     @classmethod

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.explain.circumstances import Circumstances, Evicted
@@ -49,7 +50,7 @@ class Served:
         session: What its sender says that it belongs to.
         keeps: What it left behind may serve others.
         text: Its text, where that is kept.
-        body: The request that it was made of, where that is kept.
+        body: The request that it was made of, as JSON, where that is kept.
         alias: Another name that its sender knows it by, or "".
         reads: It might use what is kept.
         held_tokens: How many of its tokens were evaluated in the end, and may have been kept; None
@@ -69,13 +70,34 @@ class Served:
     session: str = ""
     keeps: bool = True
     text: str | None = None
-    body: Mapping[str, Any] | None = None
+    body: bytes | None = None
     alias: str = ""
     reads: bool = True
     held_tokens: int | None = None
     elsewhere: tuple[Difference, ...] = ()
     resumed_s: float | None = None
     ended_s: float = 0.0
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes to remember it."""
+        return int(self.tokens.nbytes) + len(self.body or b"")
+
+    def side(self, tokens: IntArray) -> Side:
+        """Return what is known of it, for these of its tokens.
+
+        Raises:
+            InvalidValue: For a body that is no object.
+        """
+        if self.body is None:
+            return Side(tokens, self.text)
+        try:
+            body = json.loads(self.body)
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            raise InvalidValue("its body is no JSON object")
+        return Side(tokens, self.text, body)
 
     @property
     def held(self) -> IntArray:
@@ -98,7 +120,7 @@ class History:
         policy: Name of what decides which states go; "" if nothing is kept but what is live.
         rolling: A position is restorable only where a checkpoint sits.
         align: Prompts are resumed at multiples of this.
-        capacity_tokens: Tokens that are held at most: those of the oldest requests go first.
+        capacity_bytes: Of tokens and bodies that are held at most: the oldest requests go first.
         elsewhere: Asked, in the thread that wants an explanation, about a prompt of which nothing
             was known.
         clock: Seconds; that of `Served.resumed_s` and `Served.ended_s`.
@@ -110,7 +132,7 @@ class History:
         policy: str = "",
         rolling: bool = False,
         align: int = 1,
-        capacity_tokens: int = 1 << 22,
+        capacity_bytes: int = 64 << 20,
         elsewhere: Elsewhere = lambda _namespace, _tokens: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,20 +142,20 @@ class History:
         self._policy = policy
         self._rolling = rolling
         self._slack = whole_number("align", align, 1) + _SLACK_TOKENS
-        self._capacity = whole_number("capacity_tokens", capacity_tokens, 0)
+        self._capacity_bytes = whole_number("capacity_bytes", capacity_bytes, 0)
         self._served: deque[Served] = deque()
-        self._n_tokens = 0
+        self._used_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, served: Served) -> None:
         """Note a request."""
         with self._lock:
             self._served.append(served)
-            self._n_tokens += int(served.tokens.size)
+            self._used_bytes += served.n_bytes
             while self._served and (
-                self._n_tokens > self._capacity or len(self._served) > MOST_REQUESTS
+                self._used_bytes > self._capacity_bytes or len(self._served) > MOST_REQUESTS
             ):
-                self._n_tokens -= int(self._served.popleft().tokens.size)
+                self._used_bytes -= self._served.popleft().n_bytes
 
     def extend(self, tokens: IntArray) -> None:
         """Note what the last request has become: its prompt, and the answer behind it."""
@@ -142,15 +164,16 @@ class History:
             if last is None or not last.keeps or tokens.size <= last.tokens.size:
                 return
             if common_prefix(last.tokens, tokens) == last.tokens.size:
-                self._n_tokens += int(tokens.size - last.tokens.size)
+                self._used_bytes -= last.n_bytes
                 self._served[-1] = replace(last, tokens=tokens.copy())
+                self._used_bytes += self._served[-1].n_bytes
 
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:
             self._served.clear()
             self._evictions.clear()
-            self._n_tokens = 0
+            self._used_bytes = 0
 
     def evicted(self, namespace: bytes, tokens: IntArray, exact: bool) -> None:
         """Note a state that goes to make room. Costs a hash of its tokens.
@@ -302,13 +325,12 @@ def _compared(
     before: Served | None, served: Served, vocab: Vocab | None, known: Circumstances
 ) -> Explanation:
     """Compare a request with one before it; by tokens alone if one of the bodies cannot be read."""
-    old = None if before is None else Side(before.held, before.text, before.body)
-    new = Side(served.prompt, served.text, served.body)
     try:
-        return explain(old, new, vocab=vocab, circumstances=known)
+        old = None if before is None else before.side(before.held)
+        return explain(old, served.side(served.prompt), vocab=vocab, circumstances=known)
     except InvalidValue as error:
-        if new.body is None and (old is None or old.body is None):
+        if served.body is None and (before is None or before.body is None):
             raise
         logger.info("request %d is explained without its body: %s", served.id, error)
-    old = None if old is None else replace(old, body=None)
-    return explain(old, replace(new, body=None), vocab=vocab, circumstances=known)
+    old = None if before is None else Side(before.held, before.text)
+    return explain(old, Side(served.prompt, served.text), vocab=vocab, circumstances=known)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -118,16 +116,9 @@ def session_of(body: AnswerFields) -> str:
     return ""
 
 
-async def sent_of(context: Context, request: HttpRequest) -> Mapping[str, Any] | None:
-    """Return what a client sent, as it sent it; None unless texts may be kept to explain requests.
-
-    The body has been read as JSON before, so it can be read again; that costs as much once more.
-    """
-    if not context.options.explain_texts:
-        return None
-    data = await request.body()
-    sent = await soon(context.options, len(data), lambda: json.loads(data))
-    return sent if isinstance(sent, Mapping) else None
+async def sent_of(context: Context, request: HttpRequest) -> bytes | None:
+    """Return the body that a client sent; None unless texts may be kept to explain requests."""
+    return await request.body() if context.options.explain_texts else None
 
 
 def requests_of(
@@ -140,7 +131,7 @@ def requests_of(
     n_probs: int,
     label: str,
     shown: frozenset[int] = frozenset(),
-    sent: Mapping[str, Any] | None = None,
+    sent: bytes | None = None,
     session: str | None = None,
     alias: str = "",
 ) -> list[Request]:
@@ -195,7 +186,7 @@ def requests_of(
                     wants_progress=bool(body.stream and body.return_progress),
                     label=label,
                     session=session_of(body) if session is None else session,
-                    body=sent,
+                    body=sent if len(prompts) == 1 else None,  # it says which prompt is meant
                     alias=alias,
                 )
             )
