@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamakeep.errors import InvalidValue
+from llamakeep.errors import InvalidValue, ToolError
 from llamakeep.tool_calls import (
     FAMILIES,
     GENERIC,
@@ -601,3 +601,22 @@ def test_thoughts_are_known_by_the_template() -> None:
     assert thoughts_of("a </think>") is THINK
     assert thoughts_of("[THINK]") is MISTRAL_THINK
     assert thoughts_of("thinking") is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"properties": []}, "properties must be an object"),
+        ({"properties": {"a": 5}}, "properties.a must be a schema"),
+        ({"required": 7}, "required must be a list of names"),
+        ({"required": "a"}, "required must be a list of names"),
+        ({"required": [7]}, "required must be a list of names"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused(
+    parameters: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ToolError, match=problem) as caught:
+        Tool("f", parameters=parameters)
+    assert caught.value.field == "parameters"
+    Tool("f", parameters={"properties": None, "required": None})

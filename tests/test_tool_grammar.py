@@ -19,6 +19,7 @@ from llamakeep.tool_calls import FAMILIES, GENERIC, Format, Parser, Reply, Said,
 from llamakeep.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER
 from llamakeep.tool_calls.grammar import grammar_of
 from llamakeep.tool_calls.reasoning import THINK
+from llamakeep.tool_calls.xml_values import fits_tags
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -316,3 +317,34 @@ def test_a_schema_of_what_is_said_is_called_by_its_name() -> None:
     with pytest.raises(GrammarError, match=r"'shape\.type'") as caught:
         grammar_of(HERMES, TOOLS, required=False, said=Said({"type": "x"}, "shape"))
     assert caught.value.where == "shape.type"
+
+
+# -- what tags cannot hold -------------------------------------------------------------------------
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "strict", "fits"),
+    [
+        ({"properties": {"a": TEXT}}, True, True),
+        ({"properties": {"a": TEXT | {"enum": ["x", "y"]}}, "required": ["a"]}, True, True),
+        ({"properties": {"a": {"type": "integer", "minimum": 3}}}, True, True),
+        ({"properties": {"a": TEXT | {"maxLength": 3}}}, False, True),
+        ({"properties": {"a": TEXT | {"maxLength": 3}}}, True, False),
+        ({"properties": {"a": TEXT | {"pattern": "x"}}}, True, False),
+        ({"properties": {"a": TEXT}, "required": ["b"]}, True, False),
+        ({"properties": {"a": TEXT}, "allOf": [{"required": ["a"]}]}, True, False),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}}, True, False),
+        ({"properties": {"a>b": TEXT}}, False, False),
+        ({"properties": {"a\nb": TEXT}}, False, False),
+        ({"properties": {"a" * 129: TEXT}}, False, False),
+        ({"properties": {"a": TEXT | {"enum": ["x</parameter>"]}}}, False, False),
+    ],
+)
+def test_what_tags_would_cut_or_not_hold_is_written_as_one_object(
+    parameters: dict[str, Any], strict: bool, fits: bool
+) -> None:
+    tool = Tool("f", parameters=parameters, strict=strict)
+    assert fits_tags(tool) is fits
+    grammar = grammar_of(QWEN_CODER, (tool,), required=True)
+    assert ("<parameter=" in grammar.text) is (fits and bool(parameters.get("properties")))

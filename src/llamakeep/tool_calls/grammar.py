@@ -16,7 +16,7 @@ from llamakeep.json_schema import Rules, add_schema, literal
 from llamakeep.tool_calls.formats import FUNCTION, Body, Format, Marker
 from llamakeep.tool_calls.reasoning import Thoughts
 from llamakeep.tool_calls.values import Said, Tool
-from llamakeep.tool_calls.xml_values import is_text
+from llamakeep.tool_calls.xml_values import fits_tags, is_text
 
 Held: TypeAlias = Callable[[Rules, Tool, Any, str], str]
 """Adds the rules of a tool's schema, or a part of it, and returns the name of the first.
@@ -255,8 +255,12 @@ class _Maker:
             raise
 
     def _xml(self, at: int) -> str:
-        """Return a tool's name and parameters between tags."""
+        """Return a tool's name and parameters between tags; as one object, if tags lose any."""
         tool = self._tools[at]
+        if not fits_tags(tool):
+            schema = {"type": "object", **tool.parameters}
+            held = self._held(self._rules, tool, schema, tool.path)
+            return f"{quoted(tool.name + '>')} ws {held} ws {quoted(FUNCTION.close)}"
         properties = tool.parameters.get("properties")
         required = tool.parameters.get("required")
         parts: list[str] = []

@@ -59,6 +59,10 @@ class Tool:
                 f"not of type {str(self.parameters['type'])[:100]!r}",
                 field="parameters",
             )
+        if problem := _no_schema(self.parameters):
+            raise ToolError(
+                f"the parameters of {self.name!r} are no schema: {problem}", field="parameters"
+            )
         if depth_is_over(self.parameters, MOST_DEPTH):
             raise ToolError(
                 f"the parameters of {self.name!r} are nested more than {MOST_DEPTH} deep",
@@ -91,6 +95,23 @@ class Said:
 
     schema: Any
     where: str = "format"
+
+
+def _no_schema(parameters: Mapping[str, Any]) -> str:
+    """Return what is wrong with the form of a schema, whatever it says, or ""."""
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if properties is not None and not isinstance(properties, Mapping):
+        return "properties must be an object"
+    for key, schema in (properties or {}).items():
+        if not isinstance(schema, Mapping | bool):
+            return f"properties.{key[:100]} must be a schema"
+    if required is not None and not (
+        isinstance(required, Sequence)
+        and not isinstance(required, str)
+        and all(isinstance(each, str) for each in required)
+    ):
+        return "required must be a list of names"
+    return ""
 
 
 def depth_is_over(value: object, most: int) -> bool:

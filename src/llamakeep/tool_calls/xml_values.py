@@ -9,6 +9,16 @@ from typing import Any
 from llamakeep.tool_calls.values import Tool
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_CLOSE = "</parameter>"
+_MOST_KEY_CHARS = 128
+_SAID = {"title", "description", "default", "examples", "deprecated", "$comment"}
+_OF_TAGS = (
+    _SAID
+    | {"$schema", "$defs", "definitions"}
+    | {*("type", "properties", "required", "additionalProperties")}
+)
+_OF_TEXTS = _SAID | {"type", "enum"}
+"""What tags can hold of a schema, and of one of a text."""
 
 
 class Values:
@@ -68,6 +78,31 @@ class Values:
     def close(self) -> None:
         """End the object."""
         self._emit("}" if self._keys else "{}")
+
+
+def fits_tags(tool: Tool) -> bool:
+    """Return whether a tool's arguments are told in full by a tag and a value for each.
+
+    Names and values that tags would cut do not fit; and of a strict tool nothing that holds more
+    than one argument at a time, or holds a text to more than a list.
+    """
+    parameters = tool.parameters
+    properties = parameters.get("properties") or {}
+    if tool.strict:
+        required = parameters.get("required") or []
+        if not parameters.keys() <= _OF_TAGS or not set(required) <= properties.keys():
+            return False
+    for key, schema in properties.items():
+        if not 0 < len(key) <= _MOST_KEY_CHARS or any(letter in key for letter in "<>\r\n"):
+            return False
+        if not isinstance(schema, Mapping) or not is_text(schema):
+            continue
+        if tool.strict and not schema.keys() <= _OF_TEXTS:
+            return False
+        choices = schema.get("enum")
+        if isinstance(choices, list) and any(_CLOSE in str(each) for each in choices):
+            return False
+    return True
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
