@@ -517,6 +517,14 @@ def test_without_texts_a_reason_quotes_only_where_it_cannot(kind: Kind) -> None:
         assert said.part == "message 2 (tool)"
 
 
+def test_bodies_that_say_the_same_do_not_outvote_tokens_and_texts_that_differ() -> None:
+    body = {"messages": [{"role": "user", "content": "Why?"}]}
+    one, other = (Side(as_tokens(tokens), body=body) for tokens in ([1, 2, 3], [1, 2, 4]))
+    assert explain(one, other).kind is Kind.UNKNOWN
+    texts = (chatml(("user", "Why?")) + end for end in ("<think>\n", "<think>\n\n</think>\n"))
+    assert explain(*(Side(text=text, body=body) for text in texts)).kind is not Kind.SAME
+
+
 def test_settings_of_a_template_are_not_quoted_without_texts() -> None:
     bodies = [
         {"messages": [], "chat_template_kwargs": {"persona": persona}}

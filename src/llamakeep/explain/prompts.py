@@ -100,7 +100,10 @@ def compare_sides(before: Side, after: Side, vocab: Vocab | None) -> tuple[Verdi
         if found is not None:
             return found, at
         before, after = (_with_text(side, at, vocab) for side in (before, after))
-    return _by_content(before, after), at
+    verdict = _by_content(before, after)
+    if at is not None and verdict.kind is Kind.SAME:  # their tokens are not, as was found above
+        verdict = Verdict(Kind.UNKNOWN, "the two say the same, and their tokens differ")
+    return verdict, at
 
 
 # -- tokens ----------------------------------------------------------------------------------------
