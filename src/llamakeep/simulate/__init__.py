@@ -1,0 +1,1 @@
+"""Replaying traces of requests against the caches of llamakeep, and the best that was possible."""
