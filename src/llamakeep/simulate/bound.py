@@ -142,5 +142,5 @@ def bound(
         input_tokens,
         reused_tokens,
         (belady.evicted_tokens - evicted) * bytes_per_token,
-        reused_tokens * bytes_per_token,
+        {"ram": reused_tokens * bytes_per_token},
     )

@@ -10,9 +10,9 @@ What an answer adds is not in a trace, and nothing is kept of it: the next turn 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, Protocol, TypeAlias
 
 from llamakeep.checkpoints import MIN_EVALUATED
 from llamakeep.errors import InvalidValue, whole_number
@@ -20,11 +20,14 @@ from llamakeep.events import Event, EvictedForRoom, EvictedOverLimit, EvictedOve
 from llamakeep.policy import Policy
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
+from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.sized import SizedRuntime
 from llamakeep.sequence import KeptSequence
+from llamakeep.simulate.tiers import TierSize, open_store
 from llamakeep.simulate.trace import Request, Trace
 from llamakeep.slots import Slots
-from llamakeep.stores.memory import MemoryStore
+from llamakeep.stores.base import TreeStore
+from llamakeep.stores.sized import SizedTier
 from llamakeep.tree import PrefixTree
 
 CacheName: TypeAlias = Literal["tree", "prompt"]
@@ -81,7 +84,7 @@ class Outcome:
         input_tokens: Tokens of their prompts.
         reused_tokens: Those that were not evaluated.
         evicted_bytes: Bytes that were evicted.
-        restored_bytes: Bytes that were moved to reuse them.
+        restored_bytes: Bytes that were moved to reuse them, by the tier that they came from.
     """
 
     cache: str
@@ -92,7 +95,7 @@ class Outcome:
     input_tokens: int
     reused_tokens: int
     evicted_bytes: int = 0
-    restored_bytes: int = 0
+    restored_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def evaluated_tokens(self) -> int:
@@ -128,8 +131,15 @@ class TraceClock:
 class Driver(Protocol):
     """Serves the requests of a trace with one cache."""
 
-    evicted_bytes: int
-    restored_bytes: int
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes that were evicted."""
+        ...  # pragma: no cover - protocol
+
+    @property
+    def restored_bytes(self) -> Mapping[str, int]:
+        """Bytes that were moved into the sequence, by tier."""
+        ...  # pragma: no cover - protocol
 
     def serve(self, request: Request) -> int:
         """Serve a request and return how many tokens of its prompt were reused."""
@@ -145,11 +155,11 @@ class TreeDriver:
 
     Args:
         runtime: Holds one sequence.
-        capacity_bytes: What the tree may keep.
+        store: Where the tree keeps its states. Tiers below memory are let catch up after each
+            request, so that a replay is the same each time.
         segment_tokens: Longest span.
         policy: What goes first.
         clock: Seconds.
-        options: For `KeptSequence`.
 
     Attributes:
         tree: The tree.
@@ -157,33 +167,34 @@ class TreeDriver:
 
     def __init__(
         self,
-        runtime: Any,
-        capacity_bytes: int,
+        runtime: FakeRuntime,
+        store: TreeStore,
         *,
         segment_tokens: int,
         policy: str | Policy,
         clock: Callable[[], float],
-        **options: Any,
     ) -> None:
         self._runtime = runtime
         self.tree = PrefixTree(
-            MemoryStore(capacity_bytes),
+            store,
             runtime.traits,
             segment_tokens=segment_tokens,
             policy=policy,
             clock=clock,
         )
-        self._sequence = KeptSequence(runtime, self.tree, **options)
+        self._sequence = KeptSequence(runtime, self.tree)
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes that were evicted."""
+        """Bytes that memory evicted; tiers below may have them still."""
         return self.tree.counters.evicted_bytes
 
     @property
-    def restored_bytes(self) -> int:
-        """Bytes that were written into the sequence."""
-        return int(self._runtime.calls.written_bytes)
+    def restored_bytes(self) -> dict[str, int]:
+        """Bytes that were moved into the sequence, by tier."""
+        tiers = [tier for tier in self.tree.store.below if isinstance(tier, SizedTier)]
+        found = {tier.tier: tier.read_bytes for tier in tiers}
+        return {"ram": self._runtime.calls.written_bytes - sum(found.values()), **found}
 
     def serve(self, request: Request) -> int:
         """Serve a request and return how many tokens of its prompt were reused."""
@@ -194,6 +205,8 @@ class TreeDriver:
         sequence.advance(prompt[reused:])
         sequence.save(keep)
         sequence.clear()
+        if self.tree.store.below:
+            self.tree.store.flush()
         return reused
 
     def check(self) -> None:
@@ -220,7 +233,7 @@ class PromptDriver:
 
     def __init__(
         self,
-        runtime: Any,
+        runtime: FakeRuntime,
         capacity_bytes: int,
         *,
         policy: str | Policy,
@@ -232,9 +245,9 @@ class PromptDriver:
         self._slots = Slots(runtime, self.cache, emit=_nobody, clock=clock)
 
     @property
-    def restored_bytes(self) -> int:
-        """Bytes that were written into the slot."""
-        return int(self._runtime.calls.written_bytes)
+    def restored_bytes(self) -> dict[str, int]:
+        """Bytes that were moved into the slot."""
+        return {"ram": self._runtime.calls.written_bytes}
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, (EvictedForRoom, EvictedOverLimit, EvictedOverTokenLimit)):
@@ -264,6 +277,7 @@ def replay(
     capacity_bytes: int,
     policy: str | Policy | None = None,
     model: Model | None = None,
+    below: Sequence[TierSize] = (),
     warmup: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
@@ -275,6 +289,7 @@ def replay(
         capacity_bytes: What it may keep, in bytes.
         policy: What goes first; None for `lru` in the tree and `oldest` in the prompt cache.
         model: What states occupy; attention with a byte a token if not given.
+        below: Tiers below memory, for the tree.
         warmup: Requests at the begin that are served and not counted.
         on_progress: Called now and then with the requests that are served, and all of them.
 
@@ -286,24 +301,23 @@ def replay(
     chosen: str | Policy = DEFAULT_POLICY.get(cache, "") if policy is None else policy
     clock = TraceClock()
     runtime = model.runtime(trace.longest_tokens)
-    driver: Driver
-    if cache == "tree":
-        driver = TreeDriver(
-            runtime, capacity_bytes, segment_tokens=trace.block_tokens, policy=chosen, clock=clock
-        )
-    elif cache == "prompt":
-        driver = PromptDriver(runtime, capacity_bytes, policy=chosen, clock=clock)
-    else:
+    if cache not in DEFAULT_POLICY:
         raise InvalidValue(f"cache must be tree or prompt, not {cache!r}")
+    if below and cache != "tree":
+        raise InvalidValue("only the tree has tiers below memory")
     name = chosen if isinstance(chosen, str) else getattr(chosen, "name", type(chosen).__name__)
-    return drive(
-        trace,
-        driver,
-        clock,
-        Outcome(cache, name, capacity_bytes, 0, 0, 0, 0),
-        warmup=warmup,
-        on_progress=on_progress,
-    )
+    blank = Outcome(cache, name, capacity_bytes, 0, 0, 0, 0)
+    if cache == "prompt":
+        slots = PromptDriver(runtime, capacity_bytes, policy=chosen, clock=clock)
+        return drive(trace, slots, clock, blank, warmup=warmup, on_progress=on_progress)
+    store = open_store(capacity_bytes, below, policy=chosen, clock=clock)
+    try:
+        tree = TreeDriver(
+            runtime, store, segment_tokens=trace.block_tokens, policy=chosen, clock=clock
+        )
+        return drive(trace, tree, clock, blank, warmup=warmup, on_progress=on_progress)
+    finally:
+        store.close()
 
 
 def drive(
@@ -331,7 +345,8 @@ def drive(
     """
     if not 0 <= warmup < trace.n_requests:
         raise InvalidValue(f"warmup must be 0 to {trace.n_requests - 1} requests, not {warmup}")
-    n_requests = hits = input_tokens = reused_tokens = evicted = restored = 0
+    n_requests = hits = input_tokens = reused_tokens = evicted = 0
+    restored: Mapping[str, int] = {}
     for index, request in enumerate(trace):
         if index == warmup:
             evicted, restored = driver.evicted_bytes, driver.restored_bytes
@@ -352,5 +367,7 @@ def drive(
         input_tokens=input_tokens,
         reused_tokens=reused_tokens,
         evicted_bytes=driver.evicted_bytes - evicted,
-        restored_bytes=driver.restored_bytes - restored,
+        restored_bytes={
+            tier: n_bytes - restored.get(tier, 0) for tier, n_bytes in driver.restored_bytes.items()
+        },
     )

@@ -162,7 +162,8 @@ class Trace:
         step = _BUCKET_BLOCKS
         return np.concatenate(
             [
-                start + np.flatnonzero(self._blocks.data[start : start + step] % n_buckets == bucket)
+                start
+                + np.flatnonzero(self._blocks.data[start : start + step] % n_buckets == bucket)
                 for start in range(0, self.n_blocks, step)
             ]
         )
