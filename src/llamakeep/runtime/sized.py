@@ -37,6 +37,7 @@ class SizedRuntime(FakeRuntime):
         n_swa: Window size, in families that have one.
         bytes_per_token: Bytes of a token's rows, in families that have rows.
         checkpoint_bytes: Bytes of a rolling part, in families that have one.
+        fixed_bytes: Bytes that every segment has besides its rows.
 
     Raises:
         InvalidValue: For a size that cannot be.
@@ -52,6 +53,7 @@ class SizedRuntime(FakeRuntime):
         n_swa: int = 64,
         bytes_per_token: int = 1,
         checkpoint_bytes: int = 0,
+        fixed_bytes: int = 0,
     ) -> None:
         super().__init__(
             family, n_ctx=n_ctx, n_seqs=n_seqs, n_batch=n_batch, n_swa=n_swa, n_vocab=_N_VOCAB
@@ -60,6 +62,7 @@ class SizedRuntime(FakeRuntime):
         whole_number("checkpoint_bytes", checkpoint_bytes, 1 if self.traits.rolling else 0)
         self._bytes_per_token = bytes_per_token
         self._checkpoint_bytes = checkpoint_bytes
+        self._fixed_bytes = whole_number("fixed_bytes", fixed_bytes, 0)
 
     # -- evaluating --------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class SizedRuntime(FakeRuntime):
 
     def segment_bytes(self, n_tokens: int) -> int:
         """Return the size of a segment of `n_tokens`."""
-        return n_tokens * self._bytes_per_token
+        return self._fixed_bytes + n_tokens * self._bytes_per_token
 
     def read_segment(self, seq_id: int, start: int, end: int) -> Segment:
         """Return a segment of tokens [start, end), with its size alone."""

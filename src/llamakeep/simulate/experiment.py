@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from llamakeep.errors import InvalidValue
-from llamakeep.policy import parse_policy
+from llamakeep.policy import PolicyKind, parse_policy
 from llamakeep.simulate.bound import bound
 from llamakeep.simulate.greedy import clairvoyant
 from llamakeep.simulate.replay import DEFAULT_POLICY, CacheName, Model, Outcome, replay
@@ -41,7 +41,7 @@ class Experiment:
     cache: CacheName = "tree"
     policies: Sequence[str] = ()
     capacities: Sequence[str] = ("10%",)
-    model: Model = Model()
+    model: Model = field(default_factory=Model)
     below: Sequence[TierSize] = ()
     bytes_per_s: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_BYTES_PER_S))
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
@@ -62,7 +62,8 @@ class Report:
         footprint_bytes: What would keep everything.
         outcomes: Of each policy at each capacity, the policies in their order.
         best: What was possible at each capacity; empty if that was not asked for.
-        best_is_bound: Nothing can be better than `best`.
+        best_is_bound: Nothing can be better than `best`. Not where that is a greedy choice; nor
+            for llama-server's cache, whose slot is memory on top of its capacity.
         saved_ms: The milliseconds that each of the outcomes saved, then each of the best.
     """
 
@@ -165,10 +166,10 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         InvalidValue: For an experiment that cannot be meant.
         IntegrityError: When a cache's numbers do not add up at the end.
     """
-    kind = "prompts" if experiment.cache == "prompt" else "tree"
+    kind: PolicyKind = "prompts" if experiment.cache == "prompt" else "tree"
     names = experiment.policies or (DEFAULT_POLICY[experiment.cache],)
     for name in names:
-        parse_policy(name, kind)  # type: ignore[arg-type]
+        parse_policy(name, kind)
     model = experiment.model
     footprint_bytes = trace.footprint_tokens * model.bytes_per_token
     capacities = [capacity_of(text, footprint_bytes) for text in experiment.capacities]
@@ -181,18 +182,18 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         return lambda done, total: on_progress(title, done, total)
 
     outcomes = [
-        _named(
-            name,
+        replace(
             replay(
                 trace,
                 experiment.cache,
                 capacity_bytes=capacity_bytes,
-                policy=parse_policy(name, kind),  # type: ignore[arg-type]
+                policy=parse_policy(name, kind),
                 model=model,
                 below=experiment.below,
                 warmup=warmup,
                 on_progress=telling(f"{name} at {text}"),
             ),
+            policy=name,  # with its options
         )
         for name in names
         for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
@@ -218,7 +219,7 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         footprint_bytes,
         tuple(outcomes),
         tuple(best),
-        not rolling,
+        not rolling and experiment.cache == "tree",
         tuple(
             saved_ms(
                 each.reused_tokens,

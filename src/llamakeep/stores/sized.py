@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,10 @@ from llamakeep.tokens import Place
 
 def _begin(place: Place) -> tuple[bytes, int]:
     return place.block, int(place.tokens[0])
+
+
+def _first(place: Place) -> tuple[bytes, int, int]:
+    return place.block, place.start, place.first
 
 
 def _hangs_off(place: Place, other: Place) -> bool:
@@ -103,10 +108,17 @@ class SizedTier(FakeTier):
         self._states: dict[bytes, _Held] = {}
         # By block and its first token, for it is there that most prompts part.
         self._by_begin: dict[tuple[bytes, int], dict[bytes, _Held]] = {}
-        self._in_block: Counter[bytes] = Counter()
+        self._by_first: dict[tuple[bytes, int, int], dict[bytes, _Held]] = {}
+        self._in_block: dict[bytes, Counter[int]] = {}  # how many start where
         self._closing: dict[bytes, _Held] = {}  # what ends where a block starts
         self._queue = EvictionQueue[_Held](get_policy(policy), clock, self._is_held)
         self._n_put = 0
+
+    def another(self) -> SizedTier:
+        """Return a tier over the same states, as another process opens it."""
+        tier = copy.copy(self)
+        tier.failing, tier.calls, tier.closed = set(), Counter(), False
+        return tier
 
     def _is_held(self, held: _Held) -> bool:
         return self._states.get(held.name) is held
@@ -118,12 +130,10 @@ class SizedTier(FakeTier):
         produce: Callable[[], Buffer],
         place: Place | None = None,
     ) -> bool:
-        """Keep a state, and evict others for it. One without a place is refused."""
+        """Keep a state, and evict others for it if it has a place. See `Store.put`."""
         with self._lock:
-            if place is None or self.closed:
-                return False
-            if name in self._states:
-                return True
+            if place is None or name in self:
+                return super().put(name, n_bytes, produce)
             if not self._make_room(n_bytes, place) or not super().put(name, n_bytes, produce):
                 self.counters["refused_full"] += 1
                 return False
@@ -131,7 +141,8 @@ class SizedTier(FakeTier):
             held = _Held(self, name, place, n_bytes, self._clock(), self._n_put)
             self._states[name] = held
             self._by_begin.setdefault(_begin(place), {})[name] = held
-            self._in_block[place.block] += 1
+            self._by_first.setdefault(_first(place), {})[name] = held
+            self._in_block.setdefault(place.block, Counter())[place.start] += 1
             if place.kind == "segment" and place.closes:
                 self._closing[place.next_block] = held
             self._queue.push(held)
@@ -163,7 +174,7 @@ class SizedTier(FakeTier):
 
     def _has_children(self, held: _Held) -> bool:
         place = held.place
-        if place.kind == "segment" and place.closes and self._in_block[place.next_block]:
+        if place.kind == "segment" and place.closes and place.next_block in self._in_block:
             return True
         near = self._by_begin[_begin(place)].values()
         return any(other is not held and _hangs_off(other.place, place) for other in near)
@@ -188,16 +199,21 @@ class SizedTier(FakeTier):
     def delete(self, name: bytes) -> bool:
         """Drop a state; return whether it was there."""
         with self._lock:
-            held = self._states.pop(name, None)
+            held = self._states.pop(name, None) if not self.closed else None
             if held is None:
-                return False
+                return super().delete(name)  # it has no place, or is not here
             place = held.place
-            near = self._by_begin[_begin(place)]
-            del near[name]
+            near, first = self._by_begin[_begin(place)], self._by_first[_first(place)]
+            starts = self._in_block[place.block]
+            del near[name], first[name]
+            starts[place.start] -= 1
             if not near:
                 del self._by_begin[_begin(place)]
-            self._in_block[place.block] -= 1
-            if not self._in_block[place.block]:
+            if not first:
+                del self._by_first[_first(place)]
+            if not starts[place.start]:
+                del starts[place.start]
+            if not starts:
                 del self._in_block[place.block]
             if place.kind == "segment" and place.closes:
                 self._closing.pop(place.next_block, None)
@@ -219,21 +235,42 @@ class SizedTier(FakeTier):
         found = []
         with self._lock:
             for block in blocks if not self.closed else ():
-                near = self._by_begin.get((block.name, int(block.tokens[0])), {})
-                for name, held in near.items():
-                    record = block.offer(name, held.place, held.n_bytes, self.tier)
-                    found += [record] if record is not None else []
+                for start in self._in_block.get(block.name, ()):
+                    if start - block.origin >= block.tokens.size:
+                        continue
+                    token = int(block.tokens[start - block.origin])
+                    for name, held in self._by_first.get((block.name, start, token), {}).items():
+                        record = block.offer(name, held.place, held.n_bytes, self.tier)
+                        found += [record] if record is not None else []
         return found
 
     def touch(self, names: Sequence[bytes], *, hit: bool = True) -> list[bytes]:
         """Note a use of these states; return those that are not here."""
         with self._lock:
             now, absent = self._clock(), []
-            for name in names:
+            for name in names if not self.closed else ():
                 held = self._states.get(name)
-                if held is None:
-                    absent.append(name)
-                else:
+                if held is not None:
                     held.last_used = now
                     held.hits += hit
+                elif name not in self:
+                    absent.append(name)
             return absent
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._queue.clear()
+            self._states.clear()
+            self._by_begin.clear()
+            self._by_first.clear()
+            self._in_block.clear()
+            self._closing.clear()
+            super().clear()
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Drop all states of a namespace."""
+        with self._lock:
+            for name, held in list(self._states.items()):
+                if held.place.namespace == namespace:
+                    self.delete(name)
