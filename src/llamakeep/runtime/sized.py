@@ -27,7 +27,8 @@ class SizedRuntime(FakeRuntime):
     """Sequences that are lengths, and states that are sizes. See `Runtime` for the methods.
 
     Nothing comes out of it: there are no logits, and whether a state is the right one is not
-    checked, only that it is of the right span and size. One thread at a time.
+    checked, only that it is of the right span and size. All checkpoints are of one size, also
+    those of a window that is not full. One thread at a time.
 
     Args:
         family: The memory family.
