@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def memory() -> Iterator[Result]:
     """What a trace of a million requests adds to a process: read, replayed, and its bound."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "many.jsonl"
-        n_blocks = write_agents(path, N_MANY)
+        n_blocks = write_agents(path, N_MANY, n_turns=4, n_system=2)
         run = subprocess.run(
             [sys.executable, "-m", "benchmarks.bench_simulate", str(path)],
             capture_output=True,
@@ -113,17 +112,21 @@ def memory() -> Iterator[Result]:
 
 def measure_memory(path: Path) -> None:
     """Print by how much reading and replaying a trace raised the memory of this process."""
-    before = _peak_mb()
-    start = time.perf_counter()
-    with open_trace(path) as trace:
-        read_s = time.perf_counter() - start
-        after_reading = _peak_mb()
+    before, start = own_mb(), time.perf_counter()
+    seen = [before]
+
+    def look(*_: object) -> None:
+        seen.append(own_mb())
+
+    with open_trace(path, on_progress=look) as trace:
+        look()
+        read_s, reading_mb = time.perf_counter() - start, max(seen)
         capacity_bytes = trace.footprint_tokens // 1_000
-        found = replay(trace, capacity_bytes=capacity_bytes)
-        best = bound(trace, capacity_bytes=capacity_bytes)
+        found = replay(trace, capacity_bytes=capacity_bytes, on_progress=look)
+        best = bound(trace, capacity_bytes=capacity_bytes, on_progress=look)
     report = {
-        "rise_mb": _peak_mb() - before,
-        "rise_of_reading_mb": after_reading - before,
+        "rise_mb": max(seen) - before,
+        "rise_of_reading_mb": reading_mb - before,
         "read_s": read_s,
         "seconds": time.perf_counter() - start,
         "saved_share": found.saved_share,
@@ -132,13 +135,12 @@ def measure_memory(path: Path) -> None:
     print(json.dumps(report))
 
 
-def _peak_mb() -> float:
-    """Return the most memory of its own that this process had; mapped files do not count."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        return int(lines["RssAnon"].split()[0]) / 1e3
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+def own_mb() -> float:
+    """Return the memory that only this process has now; files that it maps do not count."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1e3
+    raise OSError("this system does not say how much memory of its own a process has")
 
 
 @benchmark("simulate-published")
