@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from llamakeep.errors import InvalidValue
@@ -175,12 +176,6 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
     capacities = [capacity_of(text, footprint_bytes) for text in experiment.capacities]
     warmup = warmup_of(experiment.warmup, trace.n_requests)
     saved_ms(0, {}, prefill_tokens_per_s=experiment.prefill_tokens_per_s)
-
-    def telling(title: str) -> Callable[[int, int], None] | None:
-        if on_progress is None:
-            return None
-        return lambda done, total: on_progress(title, done, total)
-
     outcomes = [
         replace(
             replay(
@@ -191,21 +186,22 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
                 model=model,
                 below=experiment.below,
                 warmup=warmup,
-                on_progress=telling(f"{name} at {text}"),
+                on_progress=_telling(on_progress, f"{name} at {text}"),
             ),
             policy=name,  # with its options
         )
         for name in names
         for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
     ]
+    below_bytes = sum(tier.capacity_bytes for tier in experiment.below)
     rolling = bool(model.checkpoint_bytes)
     best = [
         (clairvoyant if rolling else bound)(
             trace,
-            capacity_bytes=capacity_bytes + sum(tier.capacity_bytes for tier in experiment.below),
+            capacity_bytes=capacity_bytes + below_bytes,
             model=model,
             warmup=warmup,
-            on_progress=telling(f"what is possible at {text}"),
+            on_progress=_telling(on_progress, f"what is possible at {text}"),
         )
         for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
         if experiment.with_bound
@@ -220,13 +216,18 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         tuple(outcomes),
         tuple(best),
         not rolling and experiment.cache == "tree",
-        tuple(
-            saved_ms(
-                each.reused_tokens,
-                each.restored_bytes,
-                prefill_tokens_per_s=experiment.prefill_tokens_per_s,
-                bytes_per_s=experiment.bytes_per_s,
-            )
-            for each in (*outcomes, *best)
-        ),
+        tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
+    )
+
+
+def _telling(on_progress: Progress | None, title: str) -> Callable[[int, int], None] | None:
+    return None if on_progress is None else partial(on_progress, title)
+
+
+def _saved_ms(experiment: Experiment, outcome: Outcome) -> float:
+    return saved_ms(
+        outcome.reused_tokens,
+        outcome.restored_bytes,
+        prefill_tokens_per_s=experiment.prefill_tokens_per_s,
+        bytes_per_s=experiment.bytes_per_s,
     )

@@ -27,6 +27,7 @@ from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from llamakeep.errors import InvalidValue
 from llamakeep.explain.record import read_log
@@ -320,7 +321,10 @@ def _of_lines(path: Path, on_progress: Callable[[int], None], *, tails: bool) ->
 
 
 def _short(block: int) -> int:
-    return block if 0 <= block < 1 << _ID_BITS else hash((block, "block")) & ((1 << _ID_BITS) - 1)
+    """Return an id that fits into a column: itself, or for one that does not, a digest."""
+    if 0 <= block < 1 << _ID_BITS:
+        return block
+    return int.from_bytes(blake3(str(block).encode()).digest(8), "little") >> (64 - _ID_BITS)
 
 
 def _of_workload(path: Path) -> Trace:
