@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,25 @@ def test_a_plot(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert path.read_bytes().startswith(b"\x89PNG")
     assert drawn == ["bound (Belady)", "tree, lru", "tree, oldest"]
     assert "cannot write" in run(trace, "--plot", tmp_path / "no" / "x.png").stderr
+
+
+def test_a_plot_of_any_trace_and_capacity(trace: Path, tmp_path: Path) -> None:
+    odd = trace.rename(tmp_path / "cost $5^{.jsonl")
+    for capacities in (["0"], ["0", "5%"], ["1TiB"]):
+        flags = [flag for each in capacities for flag in ("--capacity", each)]
+        result = run(odd, "--plot", tmp_path / "x.svg", *flags)
+        assert (result.exit_code, result.stderr) == (0, "")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    tails = put_lines(tmp_path / "tails", {**line([1], [3]), "block_size": 16})
+    result = run(tails, "--plot", tmp_path / "x.svg", "--capacity", "1GiB")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_plots_need_matplotlib(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert "pip install 'llamakeep[plot]'" in refused(trace, "--plot", tmp_path / "x.png")
 
 
 def test_caches_do_not_warn_of_what_does_not_fit(

@@ -61,12 +61,12 @@ def plot_report(report: Report, path: Path) -> None:
         lines.setdefault(outcome.policy, []).append(outcome)
     for name, outcomes in lines.items():
         _draw(axes, outcomes, report, f"{outcomes[0].cache}, {name}", marker="o")
-    axes.set_xscale("log")
+    _scale(axes, report)
     axes.set_xlabel("capacity, % of what keeps everything")
     axes.set_ylabel("prompt tokens saved, %")
     axes.set_ylim(0, 100)
-    axes.set_title(report.trace)
-    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.set_title(report.trace, parse_math=False)
+    axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="lower right")
     try:
         figure.savefig(path, dpi=150)
@@ -74,7 +74,20 @@ def plot_report(report: Report, path: Path) -> None:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def _share(outcome: Outcome, report: Report) -> float:
+    return 100 * outcome.capacity_bytes / report.footprint_bytes if report.footprint_bytes else 0.0
+
+
+def _scale(axes: Any, report: Report) -> None:
+    """Mark the capacities, at equal distances for equal ratios; 0 has no place there."""
+    shares = sorted({_share(each, report) for each in report.outcomes})
+    if shares[0] > 0:
+        axes.set_xscale("log")
+    axes.set_xticks(shares, labels=[f"{share:.3g}" for share in shares])
+    axes.set_xticks([], minor=True)
+
+
 def _draw(axes: Any, outcomes: Any, report: Report, label: str, **style: Any) -> None:
     ordered = sorted(outcomes, key=lambda each: each.capacity_bytes)
-    shares = [100 * each.capacity_bytes / report.footprint_bytes for each in ordered]
+    shares = [_share(each, report) for each in ordered]
     axes.plot(shares, [100 * each.saved_share for each in ordered], label=label, **style)
