@@ -19,7 +19,7 @@ from llamakeep.simulate.trace import open_trace
 from llamakeep.sizes import format_bytes, parse_bytes
 
 _CAPACITIES: Final = ("2%", "5%", "10%", "20%", "50%")
-_BAR_WIDTH: Final = 24
+_BAR_WIDTH: Final = 16  # the room that a last column has at least, so that none is cut
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _NOTES: Final = {
     ("bound", True): "bound: Belady's optimum on the same blocks; nothing can save more.",
