@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -268,9 +268,12 @@ class SizedTier(FakeTier):
             self._closing.clear()
             super().clear()
 
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Drop all states of a namespace."""
+    def forget_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Drop all states of some namespaces, and what describes them."""
+        if self.closed:
+            return
         with self._lock:
             for name, held in list(self._states.items()):
-                if held.place.namespace == namespace:
+                if held.place.namespace in namespaces:
                     self.delete(name)
+            super().forget_namespaces(namespaces)
