@@ -41,8 +41,8 @@ NEVER: Final = np.iinfo(np.int32).max
 
 _ID_BITS: Final = 62
 _LOW: Final = (1 << 31) - 1
-_BUCKET_BLOCKS: Final = 4 << 20
-"""Blocks that are sorted at a time, at some 40 bytes each."""
+_BUCKET_BLOCKS: Final = 1 << 20
+"""Blocks that are sorted at a time, at some 80 bytes each."""
 _CHUNK: Final = 1 << 16
 
 
