@@ -47,7 +47,9 @@ def test_help_groups_the_commands(runner: CliRunner) -> None:
     first, _, rest = help_text.partition("Start here:\n")[2].partition("kept on disk:\n")
     assert re.findall(r"^  (\w+)  ", first, re.MULTILINE) == ["demo", "serve"]
     rest, _, last = rest.partition("When a prompt is read again:\n")
+    last, _, study = last.partition("Study what to keep:\n")
     assert re.findall(r"^  (\w+)  +\w", last, re.MULTILINE) == ["explain"]
+    assert re.findall(r"^  (\w+)  +\w", study, re.MULTILINE) == ["simulate"]
     found = re.findall(r"^  (\w+)  +\w", rest, re.MULTILINE)
     assert found == ["ls", "stats", "check", "trim", "rm", "export", "import"]
     assert "..." not in rest  # no sentence is cut

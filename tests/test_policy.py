@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llamakeep.errors import InvalidValue
 from llamakeep.policy import (
+    HALF_LIFE_SECONDS,
     Kept,
     LeastRecentlyUsed,
     Marginal,
@@ -27,6 +28,7 @@ from llamakeep.policy import (
     Upstream,
     get_policy,
     looks_around,
+    parse_policy,
     policy_names,
     rerank_seconds,
 )
@@ -449,3 +451,35 @@ def test_fault_24_the_nearer_neighbour_alone_has_it() -> None:
     left = checkpoints("neighbor-distance", 8, [300, 1000, *range(1010, 1200, 10)], 1200)
     assert 300 in left
     assert 1000 not in left
+
+
+# -- written down ----------------------------------------------------------------------------------
+
+
+def test_policies_with_options_are_read() -> None:
+    policy = parse_policy("marginal:half_life=90")
+    assert isinstance(policy, Marginal)
+    assert policy.half_life == 90
+    assert parse_policy("tokens-per-byte").half_life == HALF_LIFE_SECONDS  # type: ignore[attr-defined]
+    assert parse_policy("neighbor-gap", "checkpoints").name == "neighbor-gap"
+    assert parse_policy("lru:").name == "lru"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unknown policy ''"),
+        ("best:half_life=1", "unknown policy 'best'"),
+        ("upstream", "'upstream' is not for tree"),
+        ("lru:half_life=1", "policy 'lru' has no option 'half_life'; known: it has none"),
+        ("marginal:life=1", "has no option 'life'; known: half_life"),
+        ("marginal:half_life", "'half_life' has no value"),
+        ("marginal:half_life=", "'half_life' is no number: ''"),
+        ("marginal:half_life=1h", "'half_life' is no number: '1h'"),
+        ("marginal:half_life=0", "half_life must be a positive number"),
+        ("marginal:half_life=nan", "half_life must be a positive number"),
+    ],
+)
+def test_what_is_no_policy_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        parse_policy(text)

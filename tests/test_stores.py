@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.fake import FakeTier
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
+from llamakeep.stores.sized import SizedTier
 from llamakeep.stores.tiered import TieredStore
 
 Factory: TypeAlias = Callable[[int, Path, Callable[[str], Any]], Store]
@@ -100,6 +102,7 @@ KINDS: dict[str, Kind] = {
         max_examples=40,
     ),
     "fake-tier": Kind(lambda capacity_bytes, *_: FakeTier(capacity_bytes)),
+    "sized-tier": Kind(lambda capacity_bytes, *_: SizedTier(capacity_bytes, clock=time.monotonic)),
     "redis": redis_kind("redis_url"),
     "redis-cluster": redis_kind("redis_cluster_url", max_examples=10),
     "tiered": Kind(over_disk, max_examples=10),

@@ -28,6 +28,7 @@ from llamakeep.stores.base import Tier
 from llamakeep.stores.disk import DiskStore
 from llamakeep.stores.fake import FakeTier
 from llamakeep.stores.redis import RedisStore
+from llamakeep.stores.sized import SizedTier
 from llamakeep.tokens import PathNames, Place
 from tests.disk_tools import Unflushed
 
@@ -60,6 +61,11 @@ def over_fake(directory: Path, fixture: Fixture) -> Open:
     return lambda: device.another()
 
 
+def over_sized(directory: Path, fixture: Fixture) -> Open:
+    device = SizedTier(1 << 40, clock=time.monotonic)
+    return lambda: device.another()
+
+
 def over_disk(directory: Path, fixture: Fixture) -> Open:
     def begin(capacity_bytes: int = 1 << 30) -> DiskStore:
         return DiskStore(directory, capacity_bytes, min_free_bytes=0, files=Unflushed())
@@ -83,6 +89,7 @@ def over_redis(url: str) -> Callable[[Path, Fixture], Open]:
 
 KINDS = {
     "fake": Kind(over_fake, max_examples=40),
+    "sized": Kind(over_sized, max_examples=40),
     "disk": Kind(over_disk),
     "redis": Kind(over_redis("redis_url"), is_ours=False),
     "redis-cluster": Kind(over_redis("redis_cluster_url"), is_ours=False, max_examples=5),

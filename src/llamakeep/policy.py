@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any, Literal, Protocol, cast
 
 from llamakeep.errors import InvalidValue
@@ -312,6 +313,39 @@ def get_policy(policy: str | Policy, kind: PolicyKind = "tree") -> Policy:
     if name not in allowed:
         raise InvalidValue(f"unknown policy {name!r}; known: {known}")
     return cast(Policy, allowed[name]())
+
+
+def parse_policy(text: str, kind: PolicyKind = "tree") -> Policy:
+    """Return the policy that a text names, with its options: `NAME` or `NAME:key=value,...`.
+
+    Example:
+        >>> parse_policy("tokens-per-byte:half_life=3600")
+        TokensPerByte(half_life=3600)
+
+    Args:
+        text: A name that `get_policy` knows, and numbers for arguments of its class.
+        kind: What is kept.
+
+    Raises:
+        InvalidValue: For an unknown name or option, or a value that is none.
+    """
+    name, _, rest = text.partition(":")
+    default = get_policy(name, kind)
+    options: dict[str, float] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        try:
+            options[key.strip()] = float(value)
+        except ValueError:
+            what = "has no value" if not equals else f"is no number: {value!r}"
+            raise InvalidValue(f"policy {text!r}: {key!r} {what}") from None
+    known = signature(type(default)).parameters
+    unknown = next((key for key in options if key not in known), None)
+    if unknown is not None:
+        names = ", ".join(known) or "it has none"
+        raise InvalidValue(f"policy {name!r} has no option {unknown!r}; known: {names}")
+    make = cast("type[Any]", type(default))
+    return cast(Policy, make(**options)) if options else default
 
 
 def _allowed(kind: str) -> Mapping[str, type[Any]]:

@@ -130,7 +130,9 @@ def matched(raw: bytes, piece: IntArray) -> int:
 def common_prefix(a: IntArray, b: IntArray) -> int:
     """Return how many leading tokens `a` and `b` share."""
     n = min(a.size, b.size)
-    return matched(a[:n].tobytes(), b[:n])
+    head = min(n, _FIRST_CHUNK)  # most pairs part early: those cost no copy of all
+    found = matched(a[:head].tobytes(), b[:head])
+    return found if found < head or head == n else matched(a[:n].tobytes(), b[:n])
 
 
 def align_down(position: int, align: int) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from llamakeep.cli import cache, explain, serve
+from llamakeep.cli import cache, explain, serve, simulate
 from llamakeep.cli.demo import demo
 from llamakeep.cli.group import FAILED, INTERRUPTED, UNREAD, WRONG, Commands
 
@@ -81,6 +81,11 @@ def _llamakeep(
     \b
         llamakeep explain --url http://127.0.0.1:8080
 
+    Ask what another policy, or more memory, would have saved:
+
+    \b
+        llamakeep simulate requests.jsonl --policy lru --policy marginal
+
     Every command explains itself: llamakeep ls --help
     """  # noqa: D301 - the backspace keeps lines as they are
 
@@ -91,6 +96,7 @@ for _command in (cache.ls, cache.stats, cache.check, cache.trim, cache.rm, cache
     app.command(rich_help_panel=cache.SUBJECT)(_command)
 app.command("import", rich_help_panel=cache.SUBJECT)(cache.import_)
 app.command(rich_help_panel=explain.SUBJECT)(explain.explain)
+app.command(rich_help_panel=simulate.SUBJECT)(simulate.simulate)
 
 
 def main() -> None:

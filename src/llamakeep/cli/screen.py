@@ -120,8 +120,8 @@ class Bar:
         if self._shown is not None:
             self._shown.stop()
 
-    def update(self, done: int, total: int) -> None:
-        """Show how much is done."""
+    def update(self, done: int, total: int | None) -> None:
+        """Show how much is done; None for a total that is not known yet."""
         if self._hidden or (self._shown is None and time.monotonic() - self._begun < _SLOW_SECONDS):
             return
         if self._shown is None:

@@ -23,6 +23,7 @@ from llamakeep.explain.circumstances import Circumstances
 from llamakeep.tokens import IntArray, as_tokens
 
 _MOST_LINE_BYTES: Final = 64 << 20
+_MOONCAKE_BLOCK_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +295,14 @@ class RecordLog:
                 os.close(self._file)
 
 
-def read_log(path: Path) -> Iterator[Recorded]:
+def read_log(path: Path, *, mooncake: bool = False) -> Iterator[Recorded]:
     """Yield the requests of a log or of another trace; a name that ends in `.gz` is unpacked.
 
     A request without an id has the number of its line. Empty lines are passed over.
+
+    Args:
+        path: The file.
+        mooncake: Take a line without a `block_size` as one of Mooncake's traces.
 
     Raises:
         InvalidValue: For a line that is none, with its number.
@@ -307,7 +312,8 @@ def read_log(path: Path) -> Iterator[Recorded]:
         if not data.strip():
             continue
         try:
-            line = Recorded.from_json(json.loads(data))
+            found = json.loads(data)
+            line = Recorded.from_json(_of_mooncake(found) if mooncake else found)
         except RecursionError:
             raise InvalidValue(f"{path}, line {number}: nested too deeply") from None
         except UnicodeDecodeError as error:
@@ -317,6 +323,15 @@ def read_log(path: Path) -> Iterator[Recorded]:
         except ValueError as error:
             raise InvalidValue(f"{path}, line {number}: no JSON: {error}") from None
         yield line if line.id else replace(line, id=str(number))
+
+
+def _of_mooncake(line: Any) -> Any:
+    """Return a line of Mooncake's with what these leave out: blocks of 512, milliseconds."""
+    if not isinstance(line, Mapping) or "block_size" in line:
+        return line
+    time = line.get("timestamp")
+    seconds = time / 1e3 if isinstance(time, (int, float)) else time
+    return {**line, "block_size": _MOONCAKE_BLOCK_TOKENS, "timestamp": seconds}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

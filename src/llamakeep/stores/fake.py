@@ -33,7 +33,7 @@ class FakeTier:
         self.tier = tier
         self.is_remote = tier == "shared"
         self.reads_into_its_own = tier == "disk"
-        self.counters: Counter[str] = Counter()
+        self.counters: dict[str, int] = Counter()
         self.failing: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.gate = threading.Event()

@@ -1,0 +1,42 @@
+"""Replaying traces of requests against the caches of llamakeep, and the best that was possible.
+
+`open_trace` reads a file, `replay` serves its requests with a cache, `bound` and `clairvoyant` say
+what was possible, and `run` does all of that for several policies and capacities.
+"""
+
+from llamakeep.simulate.bound import bound
+from llamakeep.simulate.experiment import Experiment, Report, run
+from llamakeep.simulate.greedy import clairvoyant
+from llamakeep.simulate.replay import (
+    Driver,
+    Model,
+    Outcome,
+    PromptDriver,
+    TraceClock,
+    TreeDriver,
+    drive,
+    replay,
+)
+from llamakeep.simulate.tiers import TierSize, parse_tiers
+from llamakeep.simulate.trace import Request, Trace, open_trace
+
+__all__ = [
+    "Driver",
+    "Experiment",
+    "Model",
+    "Outcome",
+    "PromptDriver",
+    "Report",
+    "Request",
+    "TierSize",
+    "Trace",
+    "TraceClock",
+    "TreeDriver",
+    "bound",
+    "clairvoyant",
+    "drive",
+    "open_trace",
+    "parse_tiers",
+    "replay",
+    "run",
+]
