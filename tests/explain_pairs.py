@@ -1048,4 +1048,64 @@ LOOKALIKES += [
     ),
 ]
 
-PAIRS = [*DATES, *IDS, *ORDERED, *WRITTEN, *HISTORIC, *NEW, *UNKNOWN, *LOOKALIKES]
+
+def rules(name: str, one: str, other: str) -> Pair:
+    """A rule of the house that differs in what looks like a time, a counter or a number."""
+    sides = [chat(f"{SYSTEM} {each} {SYSTEM}", None, FIX) for each in (one, other)]
+    return Pair(f"a rule: {name}", sides[0], sides[1], Kind.SYSTEM_CHANGED, "messages[0].content")
+
+
+RULES = [
+    rules("a version", "Python 3.10 is used.", "Python 3.1 is used."),
+    rules("a section", "See section 1.20 first.", "See section 1.2 first."),
+    rules("a release", "Ubuntu 24.10 is used.", "Ubuntu 24.1 is used."),
+    rules("a mode of a file", "Run chmod 0644 on it.", "Run chmod 644 on it."),
+    rules("a postal code", "Send it to 01234 only.", "Send it to 1234 only."),
+    rules("a percentage", "Scale up 5 percent at most.", "Scale up 7 percent at most."),
+    rules("how many to set up", "Set up 3 servers.", "Set up 4 servers."),
+    rules("a limit", "The limit is 1500000000 bytes.", "The limit is 1600000000 bytes."),
+    rules("a telephone", "Call 1234567890 for help.", "Call 1987654321 for help."),
+    rules("a persona", "You are Friday, an assistant.", "You are Monday, an assistant."),
+    rules("a manager", "The current manager is April.", "The current manager is June."),
+    rules("a user", "Your current user is called May.", "Your current user is called June."),
+    rules("an age", "Mails sent 5 days ago count as late.", "Mails sent 7 days ago count as late."),
+    rules("a timeout", "Timeout duration: 30 seconds.", "Timeout duration: 60 seconds."),
+    rules("a closing time", "The shop closes at 5pm each day.", "The shop closes at 6pm each day."),
+    rules("quiet hours", "Quiet hours begin at 22:00 UTC.", "Quiet hours begin at 23:00 UTC."),
+    rules("shares", "Split it 1/3/20 among teams.", "Split it 1/4/20 among teams."),
+    rules("a tax year", "The tax year 2023 counts.", "The tax year 2024 counts."),
+    rules("lights", "Turn 5 lights off.", "Turn 6 lights off."),
+    rules("a limit of a turn", "The most per turn is 3 files.", "The most per turn is 4 files."),
+    rules("columns", "Show the 3 left columns.", "Show the 4 left columns."),
+    rules("a margin", "Leave 20% left margin.", "Leave 30% left margin."),
+]
+
+
+def arguments(name: str, one: str, other: str) -> Pair:
+    before, after = chat(SYSTEM, with_arguments(one)), chat(SYSTEM, with_arguments(other), FIX)
+    return Pair(f"an argument: {name}", before, after, Kind.UNKNOWN)
+
+
+RULES += [
+    arguments("a command's words", '{"cmd": ["cp", "a", "b"]}', '{"cmd": ["cp", "b", "a"]}'),
+    arguments(
+        "edits, one after the other",
+        '{"edits": [{"old": "a", "new": "b"}, {"old": "b", "new": "c"}]}',
+        '{"edits": [{"old": "b", "new": "c"}, {"old": "a", "new": "b"}]}',
+    ),
+    arguments("a list in words", '{"say": "red, blue, green"}', '{"say": "green, blue, red"}'),
+    Pair(
+        "an argument: a command's words, in chatml",
+        chatml(("user", "Copy."), ("assistant", 'call {"cmd": ["cp", "a", "b"]}'), ("user", "ok")),
+        chatml(("user", "Copy."), ("assistant", 'call {"cmd": ["cp", "b", "a"]}'), ("user", "ok")),
+        Kind.UNKNOWN,
+    ),
+    Pair(
+        "number: a point and a 0 in a text",
+        chat(f"{SYSTEM} Heat it to 105.0 degrees. {SYSTEM}", None, FIX),
+        chat(f"{SYSTEM} Heat it to 105 degrees. {SYSTEM}", None, FIX),
+        Kind.NUMBER_FORMAT,
+    ),
+]
+
+PAIRS = [*DATES, *IDS, *ORDERED, *WRITTEN, *HISTORIC, *NEW, *UNKNOWN, *LOOKALIKES, *RULES]

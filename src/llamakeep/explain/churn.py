@@ -29,6 +29,15 @@ _NO_BLANKS: Final = dict.fromkeys(map(ord, _BLANKS))
 _IS_SPACE: Final = re.compile(rf"[\s{_BLANKS}]")
 
 
+_BETWEEN: Final = 4
+_CODE: Final = re.compile(r"0\d")
+_PLAIN: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_DOUBTFUL: Final = (
+    (marks.PERHAPS_DATES, marks.SAYS_TIME),
+    (marks.NAMED_DAYS, marks.SAYS_DAY),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What differs.
@@ -52,11 +61,13 @@ class Proof:
         same_chars: Characters that follow and are equal.
         ends_count: The end of either text will do instead.
         says_when: For a date, a word before it that says that it is the time of sending will do.
+        reorders: The same in another order is the same: it is not in what a call is given.
     """
 
     same_chars: int = SAME_CHARS
     ends_count: bool = True
     says_when: bool = True
+    reorders: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,7 @@ def classify(before: str, after: str, at: int, proof: Proof) -> Found | None:
         return found
     if _is_white(before, after, at, proof):
         return Found(Kind.WHITESPACE, _run(before, at), _run(after, at))
-    kind = reordered(before, after, at)
+    kind = reordered(before, after, at) if proof.reorders else None
     return Found(kind) if kind is not None else None
 
 
@@ -137,11 +148,13 @@ def _spans(text: str, low: int, high: int) -> list[_Span]:
         low -= 1
     part = text[low:high]
     spans = [*_of(marks.IDS, part, low, Kind.COUNTER), *_of(marks.DATES, part, low, Kind.DATE)]
+    dates = [span for span in spans if span.kind is Kind.DATE]
     spans += [
         span
-        for pattern in (marks.CLOCKS, marks.MONTHS)
+        for pattern, says in _DOUBTFUL
         for span in _of(pattern, part, low, Kind.DATE)
-        if marks.SAYS_TIME.search(text, max(0, span.start - 80), span.start)
+        if says.search(text, max(0, span.start - 80), span.start)
+        or any(_touch(span, date, text) for date in dates)
     ]
     spans += _of(marks.COUNTERS, part, low, Kind.COUNTER)
     return spans
@@ -149,6 +162,13 @@ def _spans(text: str, low: int, high: int) -> list[_Span]:
 
 def _of(pattern: re.Pattern[str], part: str, low: int, kind: Kind) -> Iterable[_Span]:
     return (_Span(low + each.start(), low + each.end(), kind) for each in pattern.finditer(part))
+
+
+def _touch(one: _Span, other: _Span, text: str) -> bool:
+    """Whether one of two stands right behind the other: "Saturday, 1 March 2025"."""
+    first, second = (one, other) if one.start <= other.start else (other, one)
+    between = text[first.end : max(first.end, second.start)]
+    return len(between) <= _BETWEEN and not any(map(str.isalnum, between)) and "\n" not in between
 
 
 def _says_when(span: _Span, text: str, proof: Proof) -> bool:
@@ -171,7 +191,7 @@ def _number(before: str, after: str, at: int, proof: Proof) -> Found | None:
         if mine is None or other is None or here - mine.start != there - other.start:
             return None
         one, two = before[mine.start : mine.end], after[other.start : other.end]
-        if one == two or _value(one) != _value(two):
+        if one == two or not _is_same_number(one, two):
             return None
         first = first or Found(Kind.NUMBER_FORMAT, one, two)
         here, there = mine.end, other.end
@@ -192,6 +212,23 @@ def _number_at(text: str, at: int) -> _Span | None:
         if match.start() <= at <= match.end() and any(map(str.isdigit, match.group())):
             return _Span(match.start(), match.end(), Kind.NUMBER_FORMAT)
     return None
+
+
+def _is_same_number(one: str, other: str) -> bool:
+    """Whether both are one number, and no versions, codes or modes that look like numbers."""
+    if _value(one) != _value(other):
+        return False
+    wholes, fractions = zip(*(_parts(each) for each in (one, other)), strict=True)
+    if wholes[0] != wholes[1] and any(_CODE.match(whole) for whole in wholes):
+        return False  # 0644 and 644, 01234 and 1234
+    if all(map(_PLAIN.fullmatch, (one, other))):
+        return any(not fraction.strip("0") for fraction in fractions)  # not 3.10 and 3.1
+    return True
+
+
+def _parts(number: str) -> tuple[str, str]:
+    whole, _, fraction = number.lstrip("+-").partition(".")
+    return whole, fraction
 
 
 def _value(number: str) -> Decimal | None:

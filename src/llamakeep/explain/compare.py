@@ -46,7 +46,7 @@ def _compare_tools(before: Conversation, after: Conversation) -> Verdict | None:
     if [dumps(each) for each in one] == [dumps(each) for each in other]:
         return None
     path = after.tools_path
-    kind = same_content(list(one), list(other))
+    kind = same_content({"tools": list(one)}, {"tools": list(other)})
     if kind is Kind.ORDER:
         names = [[_name(tool) for tool in side] for side in (one, other)]
         if names[0] != names[1]:

@@ -40,44 +40,58 @@ _FULL: Final = (
     rf"{_EDGE}{_YEAR}[/.](?:0?[1-9]|1[0-2])[/.]{_PART_OF_MONTH}(?!\d)",
     rf"{_YEAR}年\d{{1,2}}月(?:\d{{1,2}}日)?(?:\s?[(\uff08][月火水木金土日][)\uff09])?",
     rf"{_EDGE}{_YEAR}-W[0-5]\d(?:-[1-7])?(?!\w)",
-    rf"(?i:\byear\b(?:\s+is)?\s*[:=]?\s*){_YEAR}\b",
-    # how long something has been running
-    r"(?i:\b(?:uptime|elapsed|duration|running for|up)\b)[\s:=]*\d[\d.,:]*"
+    rf"(?i:\b(?:(?:current|this)\s+year\b\s*(?:is|:|=)?|(?<!\w )year\s*(?:is|:|=))\s*){_YEAR}\b",
+    # how long something has been running; "up" alone says so only as `uptime` prints it
+    r"(?i:\b(?:uptime|elapsed|running for)\b)[\s:=]*\d[\d.,:]*"
     r"(?:\s*(?:ms|s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)\b,?\s*[\d:.]*)*",
-    # 1/3/2025, 01.03.25
-    rf"{_EDGE}{_PART_OF_MONTH}(?P<sep>[/.-]){_PART_OF_MONTH}(?P=sep)(?:{_YEAR}|\d{{2}})(?![\w.]*\d)",
+    r"\bup\s+\d+\s+days?,\s+(?:\d+:\d\d|\d+\s+min\b)",
+    # 1/3/2025, 01.03.2025
+    rf"{_EDGE}{_PART_OF_MONTH}(?P<sep>[/.-]){_PART_OF_MONTH}(?P=sep){_YEAR}(?![\w.]*\d)",
     # March 1st, 2025; Mar 1; March 2025
     rf"\b(?:{_MONTHS})\b\.?\s+{_PART_OF_MONTH}(?:st|nd|rd|th)?(?!\d|[:.]\d)(?:,?\s+{_YEAR}\b)?",
     rf"\b(?:{_MONTHS})\b\.?,?\s+{_YEAR}\b",
     # 1 March 2025, 1. März 2025, 1 de marzo de 2025
     rf"{_EDGE}{_PART_OF_MONTH}(?:st|nd|rd|th|er|\.|º)?\s+(?:de\s+|of\s+)?(?:{_MONTHS})\b\.?"
     rf"(?:,?\s+(?:de\s+|del\s+)?{_YEAR}\b)?",
-    # seconds and milliseconds since 1970, from 2001 to 2065
-    rf"{_EDGE}(?:1\d|2\d)\d{{8}}(?:\d{{3}}|\.\d{{1,9}})?(?![\w.]*\d)",
-    r"\b(?:\d+|an?|a few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b",
-    r"\b(?:just now|yesterday|moments ago)\b",
-    # a clock with seconds, a half of the day or a zone is no ratio
+    # a clock with seconds is no ratio
     r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d:[0-6]\d(?:[.,]\d{1,9})?(?:\s?[AaPp]\.?[Mm]\b)?",
-    r"(?<![\w:.])(?:[01]?\d|2[0-3])(?::[0-5]\d)?\s?[AaPp]\.?[Mm]\b",
-    r"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d\s?(?:Z\b|UTC|GMT|CES?T|[PMCE][SD]T|[+-]\d{2}:?\d{2})",
-    rf"\b(?:{_DAYS})\b",
 )
 DATES: Final = re.compile("|".join(f"(?:{each})" for each in _FULL))
 """Dates and times that are such wherever they stand."""
 
-CLOCKS: Final = re.compile(r"(?<![\w:.])(?:[01]?\d|2[0-3])[:h][0-5]\d(?![\w:]*\d)")
-"""A time of day, or a ratio, or a verse: see `SAYS_TIME`."""
+_HALF_OR_ZONE: Final = r"(?:[AaPp]\.?[Mm]\b|Z\b|UTC|GMT|CES?T|[PMCE][SD]T|[+-]\d{2}:?\d{2})"
+_PERHAPS: Final = (
+    # seconds and milliseconds since 1970, from 2001 to 2065
+    rf"{_EDGE}(?:1\d|2\d)\d{{8}}(?:\d{{3}}|\.\d{{1,9}})?(?![\w.]*\d)",
+    r"\b(?:\d+|an?|a few)\s+(?:second|minute|hour|day|week|month|year)s?\s+ago\b",
+    r"\b(?:just now|yesterday|moments ago)\b",
+    rf"(?<![\w:.])(?:[01]?\d|2[0-3]):[0-5]\d\s?{_HALF_OR_ZONE}",
+    r"(?<![\w:.])(?:0?\d|1[0-2])\s?[AaPp]\.?[Mm]\b",
+    r"(?<![\w:.])(?:[01]?\d|2[0-3])[:h][0-5]\d(?![\w:]*\d)",
+    rf"{_EDGE}{_PART_OF_MONTH}(?P<sep>[/.-]){_PART_OF_MONTH}(?P=sep)\d{{2}}(?![\w.]*\d)",
+)
+PERHAPS_DATES: Final = re.compile("|".join(f"(?:{each})" for each in _PERHAPS))
+"""A time, or else a ratio, a verse, a rule of the house, a limit: see `SAYS_TIME`."""
 
-MONTHS: Final = re.compile(rf"\b(?:{_MONTHS})\b")
-"""The name of a month alone."""
+NAMED_DAYS: Final = re.compile(rf"\b(?:{_MONTHS}|{_DAYS})\b")
+"""The name of a month or a weekday alone, which people have, too: see `SAYS_DAY`."""
 
+_TODAY: Final = (
+    "today|tonight|now|date|dated|as of|it is|heute|jetzt|datum|maintenant|ahora|aujourd'hui|"
+    "fecha|hoy"
+)
 SAYS_TIME: Final = re.compile(
-    r"(?i)\b(?:today|tonight|now|current|currently|time|date|dated|day|clock|as of|updated|"
-    r"timestamp|generated|started|since|it is|month|last (?:seen|login|run)|heute|jetzt|"
-    r"uhr|uhrzeit|datum|heure|maintenant|hora|ahora|"
-    r"aujourd'hui|fecha|hoy)\b[^\n]{0,40}$"
+    rf"(?i)(?<![a-z])(?:{_TODAY}|currently|(?:current|local|server|system|utc) time|time|day|clock|"
+    r"updated|modified|created|generated|started|since|month|timestamp|ts|epoch|last \w+|"
+    r"uhr|uhrzeit|heure|hora)(?![a-z])[^\n]{0,40}$"
 )
 """What stands before a time if it says when something is sent."""
+
+SAYS_DAY: Final = re.compile(
+    rf"(?i)(?<![a-z])(?:{_TODAY}|day|weekday|month|week)(?![a-z])\W{{0,4}}"
+    r"(?:(?:is|it|it's|was|ist|es|est|der|the|le|of)\W{1,3}){0,3}$"
+)
+"""What stands right before the name of a day or a month if it is no other name."""
 
 _UUID: Final = r"(?<![0-9A-Za-z])[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}(?!\w)"
 _ULID: Final = r"(?<!\w)[0-7][0-9A-HJKMNP-TV-Z]{25}(?!\w)"
@@ -113,8 +127,13 @@ _COUNTED: Final = (
 _NUMBERED: Final = "message|msg|step|round|run|build|task|job|call|thread|poll|page view|user"
 _ID_WORD: Final = r"(?:id|ids|no|nr|num|number|count|counter|index|idx)"
 _GLUE: Final = r"""["']?[ \t]*(?:[:=#]+|is|no\.|\.)?[ \t]*["'#(]?"""
+_MARK: Final = r"""["']?[ \t]*[:=#]+[ \t]*["'#(]?"""
+_ENDS: Final = r"(?:[ \t]*(?:/|of[ \t])[ \t]*\d|(?!\d|[.,]\d|[ \t]*%|[ \t]+[^\W\d_]))"
+_STANDS_ALONE: Final = r"\b(?![ \t]+(?!(?:in|for|until|before|on|today|this|so)\b)\w)"
 COUNTERS: Final = re.compile(
-    rf"(?i)(?<![a-z])(?:{_COUNTED})s?(?:[ _-]?{_ID_WORD})?{_GLUE}"
+    # a number that counts what follows it is none of what stands before it: "Turn 5 lights off"
+    rf"(?i)(?<![a-z])(?:{_COUNTED})s?"
+    rf"(?:[ _-]?{_ID_WORD}{_GLUE}|{_MARK}|{_GLUE}(?={_NUMBER}{_ENDS}))"
     rf"{_NUMBER}(?:[ \t]*(?:/|of)[ \t]*\d+)?"
     rf"|(?<![a-z])(?:{_NUMBERED})s?[ _-]?(?:{_ID_WORD}{_GLUE}|\#[ \t]?){_NUMBER}"
     rf"|(?<![a-z])(?:{_NUMBERED})s?[ \t]*[:#]?[ \t]*{_NUMBER}[ \t]*(?:/|of)[ \t]*\d+"
@@ -123,7 +142,7 @@ COUNTERS: Final = re.compile(
     rf"(?:[ \t]*(?:/|of)[ \t]*{_NUMBER})?%?"
     rf"|\$?{_NUMBER}(?:[ \t]*(?:/|of)[ \t]*\d[\d.,]*)?[ \t]*%?[ \t]+"
     r"(?:(?:tokens?|requests?|messages?|turns?|steps?|credits?)[ \t]+)?"
-    r"(?:used|left|remaining|so far|consumed)\b"
+    rf"(?:used|left|remaining|so far|consumed){_STANDS_ALONE}"
 )
 """A number and the word that says that it counts, or is an id of, something."""
 

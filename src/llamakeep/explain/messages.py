@@ -15,7 +15,7 @@ from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import dumps, goes_on_alike, loads, same_content
 from llamakeep.explain.reasoning import is_reasoning, without_reasoning
 from llamakeep.explain.values import in_json
-from llamakeep.explain.verdict import NEW_MESSAGE, SURE, Verdict, say
+from llamakeep.explain.verdict import GIVEN, NEW_MESSAGE, SURE, Verdict, say
 from llamakeep.texts import common_text
 
 _MOST_MOVED: Final = 16
@@ -180,7 +180,10 @@ class _Pair:
             return Verdict(Kind.UNKNOWN, reason, part)
         if kind is not None:
             return Verdict(kind, say(Found(kind), part), part)
-        return None if self.is_new else in_json(part, *(_parsed(leaf.value) for leaf in pair))
+        if self.is_new:
+            return None
+        proof = GIVEN if mine.what == "arguments" else SURE
+        return in_json(part, _parsed(mine.value), _parsed(theirs.value), proof)
 
     def _in_text(self, mine: Leaf, theirs: Leaf) -> Verdict | None:
         one, other, part = mine.value, theirs.value, theirs.path
@@ -195,9 +198,8 @@ class _Pair:
                 self.after.role == "assistant" or self.is_resumed
             )
             is_new = (self.is_new and not self.after.is_system) or not same_conversation
-            found = _json_texts(one, other) or classify(
-                one, other, at, NEW_MESSAGE if is_new else SURE
-            )
+            proof = NEW_MESSAGE if is_new else GIVEN if mine.what == "arguments" else SURE
+            found = _json_texts(one, other) or classify(one, other, at, proof)
         if found is None:
             return None
         return Verdict(found.kind, say(found, part), part, theirs.start + at, near)

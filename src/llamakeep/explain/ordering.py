@@ -17,6 +17,8 @@ _BACK_CHARS: Final = 1 << 16
 _LINE_CHARS: Final = 1 << 18
 _MOST_CANDIDATES: Final = 24
 _MOST_LINES: Final = 4096
+_MOVABLE: Final = frozenset({"required", "enum", "tools", "functions"})
+_TELLS: Final = frozenset({"parameters", "input_schema", "inputSchema", "description"})
 _DECODER: Final = json.JSONDecoder()
 
 
@@ -54,8 +56,8 @@ def dumps(value: Any) -> str:
 def same_content(before: Any, after: Any) -> Kind | None:
     """Return how two JSON values differ that say the same: in order, or in how numbers are written.
 
-    Texts and objects in a list may be in any order; numbers may not, since two numbers in a list
-    often are a place or a range.
+    Only lists of which nobody reads the order may be in any: `required`, `enum`, and tools. Others
+    are content: what a command is given, edits of a file, a place.
 
     Returns:
         `ORDER`, `NUMBER_FORMAT`, `SAME` if nothing differs, None if their content does.
@@ -69,17 +71,33 @@ def same_content(before: Any, after: Any) -> Kind | None:
     return Kind.ORDER if dumps(one) == dumps(other) else None
 
 
-def _canonical(value: Any, *, sort: bool) -> Any:
+def _has_same_items(before: Any, after: Any) -> bool:
+    """Whether two values say the same if all lists may be in any order."""
+    one, other = (_canonical(each, sort=True, every=True) for each in (before, after))
+    return dumps(one) == dumps(other)
+
+
+def _canonical(value: Any, *, sort: bool, every: bool = False, name: str = "") -> Any:
     if isinstance(value, dict):
-        items = [(str(key), _canonical(inner, sort=sort)) for key, inner in value.items()]
+        items = [
+            (str(key), _canonical(inner, sort=sort, every=every, name=str(key)))
+            for key, inner in value.items()
+        ]
         return dict(sorted(items, key=lambda item: item[0]) if sort else items)
     if isinstance(value, list):
-        inner = [_canonical(each, sort=sort) for each in value]
-        movable = sort and all(isinstance(each, (str, dict)) for each in inner)
-        return sorted(inner, key=dumps) if movable else inner
+        inner = [_canonical(each, sort=sort, every=every) for each in value]
+        movable = every or name in _MOVABLE or (bool(value) and all(map(_is_tool, value)))
+        return sorted(inner, key=dumps) if sort and movable else inner
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value
+
+
+def _is_tool(value: Any) -> bool:
+    tool = value.get("function", value) if isinstance(value, dict) else None
+    return (
+        isinstance(tool, dict) and isinstance(tool.get("name"), str) and not _TELLS.isdisjoint(tool)
+    )
 
 
 def reordered(before: str, after: str, at: int) -> Kind | None:
@@ -105,6 +123,8 @@ def reordered(before: str, after: str, at: int) -> Kind | None:
             return Kind.WHITESPACE if spaced else None
         if kind is not None:
             return kind
+        if _has_same_items(one, other):
+            return None  # a list in another order, which is content
     start = after.rfind("\n", 0, at) + 1
     moved = (
         _lines_moved(before, after, start)

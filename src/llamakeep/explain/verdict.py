@@ -13,6 +13,8 @@ from llamakeep.explain.ordering import dumps
 SURE: Final = Proof()
 NEW_MESSAGE: Final = Proof(same_chars=200, ends_count=False, says_when=False)
 """In text that is new, a date is content; unless much follows that is not new."""
+GIVEN: Final = Proof(reorders=False)
+"""In what a call is given."""
 LOOSE: Final = Proof(ends_count=False)
 """In a text of which nothing is known."""
 
