@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llamakeep.explain.churn import Found
 from llamakeep.explain.conversation import Conversation
 from llamakeep.explain.kinds import Kind
+from llamakeep.explain.likeness import related
 from llamakeep.explain.messages import compare_messages
 from llamakeep.explain.ordering import dumps, same_content
 from llamakeep.explain.values import in_json
-from llamakeep.explain.verdict import Verdict, say, shown
+from llamakeep.explain.verdict import Verdict, moved_keys, say, shown
 
 
-def compare(before: Conversation, after: Conversation) -> Verdict:
+def compare(before: Conversation, after: Conversation, *, settings: bool = True) -> Verdict:
     """Return the first difference of two conversations, in the order of a prompt.
 
-    Costs a comparison of all messages up to there, and of a few thousand characters behind it.
+    Two that have nothing in common but how prompts begin are two conversations, and none has
+    changed. Costs a comparison of all messages up to there, and of a few thousand characters
+    behind it.
+
+    Args:
+        before: The conversation that was there.
+        after: The one that is there now.
+        settings: What changes the template's text may be the difference; False where it is known
+            that it is not.
     """
     if before.salt != after.salt:
         return Verdict(Kind.SALT, "the two were sent with different salts", "cache_salt")
-    return (
-        _compare_settings(before.settings, after.settings)
-        or _compare_tools(before, after)
-        or compare_messages(before, after)
-    )
+    found = _compare_settings(before.settings, after.settings) if settings else None
+    if found is not None:
+        return found
+    found = _compare_tools(before, after) or compare_messages(before, after)
+    if found.kind in (Kind.SYSTEM_CHANGED, Kind.TOOLS_CHANGED) and not related(before, after):
+        reason = "it is another conversation: the two share no more than how a prompt begins"
+        return replace(found, kind=Kind.FIRST_SEEN, reason=reason)
+    return found
 
 
 def _compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Verdict | None:
@@ -35,7 +48,7 @@ def _compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ve
         if kind is Kind.SAME:
             continue
         if kind is not None:
-            return Verdict(kind, say(Found(kind), name), name)
+            return Verdict(kind, say(Found(kind), name) + moved_keys(one, other), name)
         reason = f"{name} is {shown(other)}, and was {shown(one)}: the template writes another text"
         return Verdict(Kind.UNKNOWN, reason, name)
     return None
@@ -50,14 +63,15 @@ def _compare_tools(before: Conversation, after: Conversation) -> Verdict | None:
     if kind is Kind.ORDER:
         names = [[_name(tool) for tool in side] for side in (one, other)]
         if names[0] != names[1]:
-            reason = f"the tools are the same in another order: {shown(_first(*names))}"
+            reason = f"the tools are the same in another order: {_first(*names)}"
             return Verdict(Kind.ORDER, reason, f"{path} order")
     for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if dumps(mine) == dumps(theirs):
             continue
         part = f"{path}[{index}]"
         if kind is not None:
-            return Verdict(kind, say(Found(kind), f"{part} ({_name(theirs)})"), part)
+            reason = say(Found(kind), f"{part} ({_name(theirs)})") + moved_keys(mine, theirs)
+            return Verdict(kind, reason, part)
         if _name(mine) == _name(theirs):
             return in_json(part, mine, theirs) or Verdict(
                 Kind.TOOLS_CHANGED, f"the tool {_name(theirs)!r} is described otherwise", part
@@ -86,4 +100,5 @@ def _name(tool: Any) -> str:
 
 def _first(one: Sequence[str], other: Sequence[str]) -> str:
     pairs = zip(one, other, strict=False)
-    return next((f"{mine} before, {theirs} now" for mine, theirs in pairs if mine != theirs), "")
+    differ = (pair for pair in pairs if pair[0] != pair[1])
+    return next((f"{shown(mine)} before, {shown(theirs)} now" for mine, theirs in differ), "")

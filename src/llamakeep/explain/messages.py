@@ -15,9 +15,12 @@ from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import dumps, goes_on_alike, loads, same_content
 from llamakeep.explain.reasoning import is_reasoning, without_reasoning
 from llamakeep.explain.values import in_json
-from llamakeep.explain.verdict import GIVEN, NEW_MESSAGE, SURE, Verdict, say
+from llamakeep.explain.verdict import GIVEN, NEW_MESSAGE, SURE, Verdict, moved_keys, say
 from llamakeep.texts import common_text
+from llamakeep.tool_calls.described import ABOUT, ENDS
 
+_TOOL_MARKS: Final = ("<tools>", "<functions>", "[AVAILABLE_TOOLS]")
+_TOOL_ENDS: Final = ("</tools>", "</functions>", "[/AVAILABLE_TOOLS]")
 _MOST_MOVED: Final = 16
 _END_CHARS: Final = 4096
 
@@ -179,7 +182,8 @@ class _Pair:
             reason = f"{part} says the same in another form, which a template may write otherwise"
             return Verdict(Kind.UNKNOWN, reason, part)
         if kind is not None:
-            return Verdict(kind, say(Found(kind), part), part)
+            moved = moved_keys(_parsed(mine.value), _parsed(theirs.value))
+            return Verdict(kind, say(Found(kind), part) + moved, part)
         if self.is_new:
             return None
         proof = GIVEN if mine.what == "arguments" else SURE
@@ -202,11 +206,16 @@ class _Pair:
             found = _json_texts(one, other) or classify(one, other, at, proof)
         if found is None:
             return None
-        return Verdict(found.kind, say(found, part), part, theirs.start + at, near)
+        reason = say(found, part)
+        if found.kind is Kind.ORDER:
+            reason += moved_keys(loads(one), loads(other))
+        return Verdict(found.kind, reason, part, theirs.start + at, near)
 
     def by_place(self) -> Verdict:
         """Return what can be said if only the place of the difference is known."""
         before, after, path = self.before, self.after, self.after.path
+        if self.rendered and self._tools_differ():
+            return Verdict(Kind.TOOLS_CHANGED, f"the tools told in {path} are others")
         if self.first == 0 and (before.is_system or after.is_system):
             return self._system_changed()
         if before.is_system and after.is_system and self.rendered:
@@ -220,7 +229,10 @@ class _Pair:
             if not thought:
                 reason = f"{path} came without the reasoning that it had"
                 return Verdict(Kind.REASONING_REMOVED, reason, path)
-        return Verdict(Kind.UNKNOWN, f"{path} is another text, for no reason that shows")
+        if after.role == "tool" or any(leaf.what == "tool_result" for leaf in after.leaves):
+            reason = f"{path}: another result of a tool stands where one was before"
+            return Verdict(Kind.UNKNOWN, reason)
+        return Verdict(Kind.UNKNOWN, f"{path}: an earlier message was edited, and is another text")
 
     def _system_changed(self) -> Verdict:
         before, after = self.before, self.after
@@ -228,14 +240,24 @@ class _Pair:
             return Verdict(Kind.SYSTEM_CHANGED, "there is a system prompt now, and was none")
         if not after.is_system:
             return Verdict(Kind.SYSTEM_CHANGED, "there was a system prompt, and is none now")
-        pair = self.leaves
-        if self.rendered and pair is not None:
-            text, at = pair[1].value, common_text(pair[0].value, pair[1].value)
-            opened = [text.rfind(f"<{name}>", 0, at) for name in ("tools", "functions")]
-            closed = [text.rfind(f"</{name}>", 0, at) for name in ("tools", "functions")]
-            if max(opened) > max(closed):
-                return Verdict(Kind.TOOLS_CHANGED, "the tools in the system prompt are others")
         return Verdict(Kind.SYSTEM_CHANGED, "the system prompt is another")
+
+    def _tools_differ(self) -> bool:
+        """Whether two texts part where one of them tells of tools."""
+        one, other = self.before, self.after
+        texts = [one.text, other.text]
+        if one.is_system is not other.is_system:  # a message that does nothing but tell of them
+            told = texts[0] if one.is_system else texts[1]
+            return told.lstrip().startswith((ABOUT, *_TOOL_MARKS))
+        at = common_text(*texts)
+        if any(text[at:].lstrip().startswith((ABOUT, *_TOOL_MARKS)) for text in texts):
+            return True
+        text = texts[1]
+        for opens, closes in ((ABOUT, ENDS), *zip(_TOOL_MARKS, _TOOL_ENDS, strict=True)):
+            start = text.rfind(opens, 0, at)
+            if start >= 0 and text.find(closes, start, at) < 0:
+                return True
+        return False
 
 
 def _is_emptied(before: str, after: str) -> bool:

@@ -9,7 +9,7 @@ from llamakeep.explain.churn import Found, Proof, classify
 from llamakeep.explain.divergence import around
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import same_content
-from llamakeep.explain.verdict import SURE, Verdict, say
+from llamakeep.explain.verdict import SURE, Verdict, moved_keys, say
 from llamakeep.texts import common_text
 
 
@@ -31,7 +31,7 @@ def in_json(path: str, before: Any, after: Any, proof: Proof = SURE) -> Verdict 
     for inner, mine, theirs in pairs:
         kind = same_content(mine, theirs)
         if kind is not None and kind is not Kind.SAME:
-            return Verdict(kind, say(Found(kind), inner), inner)
+            return Verdict(kind, say(Found(kind), inner) + moved_keys(mine, theirs), inner)
         if kind is None:
             return in_json(inner, mine, theirs, proof)
     return None

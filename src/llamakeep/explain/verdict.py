@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from llamakeep.explain.churn import Found, Proof
 from llamakeep.explain.divergence import NOWHERE, Around
@@ -43,7 +43,6 @@ class Verdict:
 def shown(value: object) -> str:
     """Return a value as a sentence can quote it."""
     text = value if isinstance(value, str) else dumps(value)
-    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
@@ -53,6 +52,25 @@ def say(found: Found, part: str) -> str:
     if found.before or found.after:
         words += f": {shown(found.before)} before, {shown(found.after)} now"
     return words
+
+
+def moved_keys(before: Any, after: Any) -> str:
+    """Return which keys of two JSON values come in another order, for a sentence, or ""."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        one, other = list(before), list(after)
+        if one == other:
+            inner = (moved_keys(before[key], after[key]) for key in one)
+            return next(filter(None, inner), "")
+    elif isinstance(before, list) and isinstance(after, list):
+        if not all(isinstance(each, str) for each in (*before, *after)):
+            inner = (moved_keys(a, b) for a, b in zip(before, after, strict=False))
+            return next(filter(None, inner), "")
+        one, other = before, after
+    else:
+        return ""
+    if one == other or sorted(map(str, one)) != sorted(map(str, other)):
+        return ""
+    return f": {shown(', '.join(map(str, one)))} before, {shown(', '.join(map(str, other)))} now"
 
 
 _WORDS: Final = {

@@ -11,9 +11,12 @@ from typing import Any
 
 from llamakeep.tool_calls.values import Tool, json_object
 
-_ABOUT = "You can call these tools, each told as a JSON object with the schema of its arguments:"
+ABOUT = "You can call these tools, each told as a JSON object with the schema of its arguments:"
+"""What stands before the tools."""
+ENDS = "To call tools, answer with nothing but a JSON object of this form:"
+"""What stands behind them."""
 _CALL = (
-    "To call tools, answer with nothing but a JSON object of this form:\n"
+    f"{ENDS}\n"
     '{"tool_calls": [{"name": "the name of a tool", "arguments": {"argument": "value"}}]}'
 )
 _SAY = 'To say something instead, answer with {"response": "what you say"}'
@@ -35,7 +38,7 @@ def described(
         has_system: The template takes system messages; else the first user message tells.
     """
     lines = (json.dumps(tool.to_openai()["function"], ensure_ascii=False) for tool in tools)
-    text = "\n".join((_ABOUT, *lines, "", _CALL, _SAY))
+    text = "\n".join((ABOUT, *lines, "", _CALL, _SAY))
     made = [dict(message) for message in messages]
     roles = ("system", "developer") if has_system else ("user",)
     first = next((one for one in made if has_system or one["role"] == "user"), made[0])
