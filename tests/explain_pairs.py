@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamakeep.explain import Given, Kind
+from llamakeep.tool_calls.described import described
+from llamakeep.tool_calls.values import Tool
 
 SYSTEM = (
     "You are a coding agent that works in a terminal. Be brief. Read a file before you edit it, "
@@ -1108,4 +1110,82 @@ RULES += [
     ),
 ]
 
-PAIRS = [*DATES, *IDS, *ORDERED, *WRITTEN, *HISTORIC, *NEW, *UNKNOWN, *LOOKALIKES, *RULES]
+TRANSLATE = "Put what the user says into French. Answer with nothing but that, in one line."
+OTHERS = [
+    Pair(
+        "another conversation: in all things",
+        chat(SYSTEM, None, FIX),
+        chat(TRANSLATE, [said("user", "Good morning to all of you!")], tools=[]),
+        Kind.FIRST_SEEN,
+    ),
+    Pair(
+        "another conversation: other tools, too",
+        chat(SYSTEM, None, FIX),
+        chat(TRANSLATE, [said("user", "Good morning!")], tools=[tool("look_up")]),
+        Kind.FIRST_SEEN,
+    ),
+    Pair(
+        "another conversation: in chatml, with nothing but marks in common",
+        chatml(("system", SYSTEM), ("user", "Why does the build fail?")),
+        chatml(("system", TRANSLATE), ("user", "Good morning!")),
+        Kind.FIRST_SEEN,
+    ),
+    Pair(
+        "the same system prompt, other tools",
+        chat(SYSTEM, [said("user", "Hello")]),
+        chat(SYSTEM, [said("user", "Bye")], tools=[tool("look_up")]),
+        Kind.TOOLS_CHANGED,
+    ),
+]
+
+
+def described_in(system: str, *tools: str, question: str = "Hello") -> str:
+    made = described(
+        [said("system", system), said("user", question)],
+        [Tool(name) for name in tools],
+        has_system=True,
+    )
+    return chatml(*((each["role"], each["content"]) for each in made))
+
+
+DESCRIBED = [
+    Pair(
+        "tools: the last one gone, told in plain words",
+        described_in(SYSTEM, "read", "write"),
+        described_in(SYSTEM, "read"),
+        Kind.TOOLS_CHANGED,
+        "message 0 (system)",
+    ),
+    Pair(
+        "tools: the first one gone, told in plain words",
+        described_in(SYSTEM, "read", "write"),
+        described_in(SYSTEM, "write"),
+        Kind.TOOLS_CHANGED,
+    ),
+    Pair(
+        "tools: all gone, told in plain words",
+        described_in(SYSTEM, "read", "write"),
+        chatml(("system", SYSTEM), ("user", "Hello")),
+        Kind.TOOLS_CHANGED,
+    ),
+    Pair(
+        "tools: told in plain words in a system prompt that differs before them",
+        described_in(SYSTEM, "read"),
+        described_in(SYSTEM.replace("Be brief.", "Explain each step."), "read"),
+        Kind.SYSTEM_CHANGED,
+    ),
+]
+
+PAIRS = [
+    *DATES,
+    *IDS,
+    *ORDERED,
+    *WRITTEN,
+    *HISTORIC,
+    *NEW,
+    *UNKNOWN,
+    *LOOKALIKES,
+    *RULES,
+    *OTHERS,
+    *DESCRIBED,
+]

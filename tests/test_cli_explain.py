@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,6 +66,15 @@ def test_what_people_see(tmp_path: Path) -> None:
     assert lines["before"] == '"1."...'
     assert lines["now"] == '"2."...'
     assert lines["advice"].startswith("Move the date or time to the end")
+
+
+def test_ids_can_be_copied(server: str) -> None:
+    ids = [f"chatcmpl-{n}f1b2c3d-0a1b-4c2d-8e3f-9a0b1c2d3e4f-of-a-long-name" for n in range(2)]
+    found = replace(explain(BEFORE, AFTER), request_id=ids[0], before_id=ids[1])
+    Answers.known["/explain"] = (200, json.dumps(found.to_json()).encode())
+    words = run("--url", server).stdout.split()
+    assert ids[0] + "," in words
+    assert ids[1] in words
 
 
 def test_what_is_shown_does_not_rule_the_terminal(tmp_path: Path) -> None:
@@ -148,6 +158,8 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         ("a.json", b"{}", "neither messages nor input nor prompt"),
         ("a.json", b"[]", "neither tokens nor messages"),
         ("a.json", b'["x"]', "neither tokens nor messages"),
+        ("a.json", b'{"messages": []}', "a.json: messages is empty"),
+        ("a.json", b'{"messages": [1]}', "a.json: messages[0] must be an object, not 1"),
         ("a.json", b"[1, -1]", "token -1 at index 1"),
         ("a.json", b"[1, 1e3]", "neither tokens nor messages"),
         ("a.json", b"[" * 100_000, "a.json is nested too deeply"),
@@ -243,10 +255,11 @@ def test_a_server_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None
     Answers.known.update({"/explain": (200, body), "/explain/a%2Fb%3F": (200, body)})
     assert explained("--url", server) == wanted
     assert explained("--url", f"{server}/", "--id", "a/b?", "--api-key", "secret") == wanted
+    assert explained("--url", f"{server}/v1/") == wanted
     monkeypatch.setenv("LLAMAKEEP_API_KEY", "from the environment")
     assert explained("--url", server) == wanted
     keys = [key for _, key in Answers.seen]
-    assert keys == [None, "Bearer secret", "Bearer from the environment"]
+    assert keys == [None, "Bearer secret", None, "Bearer from the environment"]
 
 
 @pytest.mark.parametrize(

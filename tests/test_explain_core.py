@@ -31,7 +31,7 @@ from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.states import Reuse
 from llamakeep.texts import common_text
 from llamakeep.tokens import as_tokens
-from tests.explain_pairs import SYSTEM, chat, chatml
+from tests.explain_pairs import FIX, HISTORY, SYSTEM, chat, chatml, said, tool
 
 VOCAB = FakeVocab(400)
 
@@ -320,6 +320,112 @@ def test_evicted() -> None:
     assert (found.kind, found.also) == (Kind.EVICTED, (Kind.DATE,))
 
 
+@pytest.mark.parametrize(
+    ("change", "also", "words"),
+    [
+        ({"content": "Why does the link step fail?"}, (Kind.UNKNOWN,), "was edited"),
+        ({"content": "[10:15:09] Why does it fail?"}, (Kind.DATE,), "a date or a time changed"),
+    ],
+)
+def test_what_was_evicted_does_not_hide_what_the_client_changed(
+    change: dict[str, Any], also: tuple[Kind, ...], words: str
+) -> None:
+    history = copy_of(HISTORY)
+    history[0]["content"] = "[10:15:00] Why does it fail?"
+    before = chat(SYSTEM, history, FIX)
+    after = copy_of(before)
+    after["messages"][1].update(change)
+    known = Circumstances(316, 0, "none", shared_tokens=0, evicted=Evicted("lru", 48))
+    found = explain(before, after, circumstances=known)
+    assert (found.kind, found.lost_tokens, found.also) == (Kind.EVICTED, 48, also)
+    assert "268 more were read because" in found.reason
+    assert words in found.reason
+    assert explain(before, before, circumstances=known).also == ()
+
+
+def test_what_is_not_kept_any_more_is_told() -> None:
+    known = Circumstances(900, 0, "none", shared_tokens=0)
+    for after in ([1] * 900, [1] * 950):
+        found = explain([1] * 900, after, circumstances=known)
+        assert (found.kind, found.lost_tokens) == (Kind.UNKNOWN, 900)
+        assert "were not kept any more" in found.reason
+        assert "cache was emptied" in found.advice
+
+
+# -- settings, advice and roles --------------------------------------------------------------------
+
+
+def test_a_setting_is_no_cause_where_texts_part_behind_it() -> None:
+    question = [said("user", "Why?"), said("assistant", "Because of the empty list of files.")]
+    texts = [chatml(*((m["role"], m["content"]) for m in (said("system", SYSTEM), *question)))]
+    edited = [question[0], said("assistant", "Because of a list of files that is empty.")]
+    more = [*edited, said("user", "And?")]
+    texts.append(chatml(*((m["role"], m["content"]) for m in (said("system", SYSTEM), *more))))
+    one = chat(SYSTEM, question, chat_template_kwargs={"enable_thinking": True})
+    other = chat(SYSTEM, more)
+    bodies = explain(one, other)
+    assert (bodies.part, "not given" in bodies.reason) == ("chat_template_kwargs", True)
+    assert bodies.advice.startswith("Send the same chat_template_kwargs")
+    found = explain(Side(text=texts[0], body=one), Side(text=texts[1], body=other))
+    assert found.part == "messages[2].content"
+    longer = texts[0] + "Fine."
+    found = explain(Side(text=texts[0], body=one), Side(text=longer, body=chat(SYSTEM, question)))
+    assert (found.kind, found.part) == (Kind.NEW_TEXT, "")
+
+
+def test_a_setting_is_the_cause_where_nothing_else_differs() -> None:
+    text = chatml(("system", SYSTEM), ("user", "Why?"))
+    one = chat(SYSTEM, [said("user", "Why?")])
+    other = one | {"chat_template_kwargs": {"enable_thinking": False}}
+    found = explain(
+        Side(text=text + "<think>\n", body=one), Side(text=text + "<none>\n", body=other)
+    )
+    assert found.part == "chat_template_kwargs"
+
+
+def test_a_body_that_is_the_same_does_not_hide_texts_that_differ() -> None:
+    body = {"prompt": ["About cats.", "And dogs."]}
+    found = explain(Side(text="About cats.", body=body), Side(text="And dogs.", body=body))
+    assert (found.kind, found.char_index) == (Kind.UNKNOWN, 1)
+
+
+def test_what_is_not_proven_has_a_next_step() -> None:
+    history = copy_of(HISTORY)
+    history[0]["content"] = "Why is it slow?"
+    edited = explain(chat(SYSTEM, None, FIX), chat(SYSTEM, history, FIX, FIX))
+    assert "an earlier message was edited" in edited.reason
+    assert edited.advice.startswith("Leave earlier messages")
+    history = copy_of(HISTORY)
+    history[2]["content"] = "It works."
+    assert "result of a tool" in explain(chat(), chat(SYSTEM, history, FIX)).reason
+    tokens = explain([1, 2, 3, 4], [1, 2, 4, 4])
+    assert "--model FILE" in tokens.advice
+    assert "--explain-texts" in replace(tokens, request_id="7").advice
+    texts = explain("Dear Ada, we are glad.", "Dear Bob, we are glad.")
+    assert texts.advice == "Compare the two texts where they part."
+
+
+def test_roles_that_a_client_made_up_are_not_told() -> None:
+    sides = [chatml(("system", SYSTEM), ("SECRETWORD", word), ("user", "x")) for word in "ab"]
+    found = explain(*sides)
+    assert (found.part, "secretword" in found.reason.lower()) == ("message 1 (?)", False)
+    other = chatml(("system", SYSTEM), ("OTHERWORD", "a"), ("user", "x"))
+    assert "word" not in explain(sides[0], other).reason.lower()
+
+
+def test_order_says_which_and_quotes_each() -> None:
+    tools = [tool("f", a={"type": "string"}), tool("g", b={"type": "string"})]
+    found = explain(chat(tools=tools), chat(tools=tools[::-1]))
+    assert found.reason.endswith("'f' before, 'g' now")
+    found = explain(chat(tools=tools), chat(tools=[dict(reversed(tools[0].items())), tools[1]]))
+    assert found.reason.endswith("'type, function' before, 'function, type' now")
+
+
+def test_white_space_is_escaped_once() -> None:
+    found = explain(chat(f"{SYSTEM}\n\nBe kind."), chat(f"{SYSTEM}\nBe kind."))
+    assert r"'\n\n' before, '\n' now" in found.reason
+
+
 def test_what_was_evicted_is_no_cause_if_as_much_is_kept() -> None:
     known = Circumstances(900, 800, "ram", shared_tokens=800, evicted=Evicted("lru", 800))
     assert explain(*DATED, circumstances=known).kind is Kind.DATE
@@ -329,7 +435,7 @@ def test_what_was_evicted_is_no_cause_if_as_much_is_kept() -> None:
     ("theirs", "kind", "part", "also"),
     [
         (Q8, Kind.NAMESPACE, "context.type_k", ()),
-        (SALTED, Kind.SALT, "salted", ()),
+        (SALTED, Kind.SALT, "cache_salt", ()),
         (
             Namespace("6" * 64, "0" * 64, 256, "attention", context={"type_k": 1}, salt="s"),
             Kind.NAMESPACE,

@@ -258,6 +258,31 @@ def test_no_bytes_are_too_strange(tmp_path_factory: pytest.TempPathFactory, data
         explain_logged(path)
 
 
+def test_a_last_line_that_was_cut_off_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log.jsonl"
+    whole = json.dumps(LINE) + "\n"
+    for torn in (b'{"timestamp": 1.5, "hash', '{"session_id": "é'.encode()[:-1]):
+        caplog.clear()
+        path.write_bytes(whole.encode() + torn)
+        assert [line.id for line in read_log(path)] == ["1"]
+        assert f"{path}, line 2 was cut off" in caplog.text
+    path.write_text(whole + '{"timestamp"\n')
+    with pytest.raises(InvalidValue, match="line 2: no JSON"):
+        list(read_log(path))
+
+
+def test_what_is_no_log_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"timestamp": 1, "message": "x"}\n')
+    said = r"line 1: not a log of llamakeep serve --record: it has no block_size, hash_ids, input_"
+    with pytest.raises(InvalidValue, match=said):
+        list(read_log(path))
+    with pytest.raises(StoreError, match=r"cannot read [^ ]*nope.jsonl: "):
+        list(read_log(tmp_path / "nope.jsonl"))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "log.gz"
     broken.write_bytes(gzip.compress(json.dumps(LINE).encode() * 100)[:60])
@@ -342,6 +367,37 @@ def test_the_log_knows_what_the_engine_knew(tmp_path: Path) -> None:
     found = explain_logged(path)
     assert (found.kind, found.policy, found.lost_tokens) == (Kind.EVICTED, "marginal", 256)
     assert (found.reused_tokens, found.evaluated_tokens) == (0, 300)
+
+
+def test_the_engine_knows_the_place_within_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    prompt = np.arange(300, dtype=np.int32)
+    other = np.concatenate((prompt[:190], prompt[:100]))
+    known = Circumstances(290, 188, "live", shared_tokens=190, slack_tokens=9)
+    write(path, prompt, other, circumstances=known)
+    found = explain_logged(path)
+    assert (found.kind, found.token_index, found.token_range) == (Kind.UNKNOWN, 190, 1)
+    assert "--explain-texts" in found.advice
+
+
+def test_what_was_not_kept_any_more_is_not_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    known = Circumstances(300, 0, "none", shared_tokens=0)
+    write(path, *[np.arange(300, dtype=np.int32)] * 2, circumstances=known)
+    found = explain_logged(path)
+    assert (found.kind, found.lost_tokens) == (Kind.UNKNOWN, 300)
+    assert "not kept any more" in found.reason
+
+
+def test_a_request_is_found_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, *(np.full(100, n, np.int32) for n in range(3)))
+    assert explain_logged(path, "3").request_id == "r2"
+    write(path, *(np.full(100, n, np.int32) for n in range(3)))
+    path.write_text(path.read_text().replace('"r0"', '"3"'))
+    assert explain_logged(path, "3").request_id == "3"
+    with pytest.raises(InvalidValue, match="has no request '7'"):
+        explain_logged(path, "7")
 
 
 def test_requests_of_other_keys_are_not_compared(tmp_path: Path) -> None:

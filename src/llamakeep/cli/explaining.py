@@ -92,7 +92,9 @@ def _explained(asked: Asked, vocab: Vocab | None) -> Explanation:
     if asked.log is not None:
         return explain_logged(asked.log, asked.request_id, vocab=vocab)
     if asked.url is not None:
-        answer = get_json(asked.url, ("explain", asked.request_id), api_key=asked.api_key)
+        # Clients are given the address of the API, which is below the server's.
+        url = asked.url.rstrip("/").removesuffix("/v1")
+        answer = get_json(url, ("explain", asked.request_id), api_key=asked.api_key)
         return Explanation.from_json(answer)
     names = (asked.before or "", asked.after or "")
     before, after = (_read(name, as_text=asked.as_text) for name in names)
@@ -167,6 +169,7 @@ def _side(name: str, value: Any) -> Side:
         value = {"messages": value}
     try:
         if isinstance(value, Mapping):
+            _check_messages(value)
             return side_of(value)
         if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
             return side_of(value)
@@ -175,6 +178,18 @@ def _side(name: str, value: Any) -> Side:
     raise InvalidValue(
         f"{_shown(name)} is a JSON list of neither tokens nor messages (--text takes it as it is)"
     )
+
+
+def _check_messages(body: Mapping[str, Any]) -> None:
+    """Refuse what no server takes: a chat without messages, and messages that are none."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return
+    if not messages:
+        raise InvalidValue("messages is empty: there is no prompt")
+    for index, each in enumerate(messages):
+        if not isinstance(each, Mapping):
+            raise InvalidValue(f"messages[{index}] must be an object, not {each!r:.60}")
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -202,6 +217,8 @@ def _show(found: Explanation) -> None:
                 initial_indent=label.ljust(_LABEL),
                 subsequent_indent=indent,
                 drop_whitespace=label not in ("text", "before", "now"),
+                break_on_hyphens=False,
+                break_long_words=label != "request",
             )
             screen.say(wrapped)
 

@@ -20,6 +20,8 @@ _SETTINGS: Final = (
     "continue_final_message",
     "documents",
 )
+SETTINGS: Final = frozenset({*_SETTINGS, "thinking", "output_config.effort", "reasoning.effort"})
+"""Paths of what changes the text that a template writes, besides messages and tools."""
 _MOST_EFFORTS: Final = {"xhigh": "high", "max": "high"}
 """Of Anthropic's API, to the most that templates know."""
 

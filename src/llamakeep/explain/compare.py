@@ -49,7 +49,8 @@ def _compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ve
             continue
         if kind is not None:
             return Verdict(kind, say(Found(kind), name) + moved_keys(one, other), name)
-        reason = f"{name} is {shown(other)}, and was {shown(one)}: the template writes another text"
+        sides = ["not given" if each is None else shown(each) for each in (other, one)]
+        reason = f"{name} is {sides[0]}, and was {sides[1]}: the template writes another text"
         return Verdict(Kind.UNKNOWN, reason, name)
     return None
 

@@ -82,6 +82,8 @@ class Conversation:
 
 # -- texts -----------------------------------------------------------------------------------------
 
+ROLES: Final = frozenset({"system", "user", "assistant", "tool", "function", "?"})
+"""Roles that are told by their names."""
 _ROLE_NAMES: Final = {
     "human": "user",
     "developer": "system",
@@ -150,7 +152,8 @@ def _messages(text: str, headers: list[re.Match[str]]) -> Iterable[Message]:
         role, said = _role(match), text[start:end]
         if match["role"].startswith("[/") and not said.strip():
             continue  # what closes one message opens no other
-        path = f"message {number} ({role})"
+        # What a client writes for a role is told to nobody who may not know what it sent.
+        path = f"message {number} ({role if role in ROLES else '?'})"
         yield Message(path, role, (_text_leaf(path, said, start),))
         number += 1
 

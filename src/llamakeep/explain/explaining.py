@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
 from llamakeep import fingerprint
 from llamakeep.explain.circumstances import Circumstances
 from llamakeep.explain.explanation import Explanation
-from llamakeep.explain.kinds import CHURN, Kind
+from llamakeep.explain.kinds import CHURN, MEANING, Kind
 from llamakeep.explain.prompts import Given, Side, compare_sides, side_of
 from llamakeep.explain.verdict import Verdict
 from llamakeep.runtime.base import Vocab
 
 _NOTHING = Circumstances()
 _FROM_CLIENT = CHURN | {Kind.TOKENIZATION}
+_REST: Final = MappingProxyType(
+    {
+        Kind.TOKENIZATION: "the same text came in other tokens",
+        Kind.NEW_TEXT: "they are new",
+        Kind.SALT: "they came with another salt",
+        Kind.UNKNOWN: "what was sent there before was edited",
+    }
+)
+"""Why the rest was read that was not evicted, in words that quote nothing."""
 
 
 def explain(
@@ -99,9 +110,12 @@ def _explained(
         )
     if base.token_index is not None:
         base = replace(base, token_range=1)
-    cause = _evicted(base, known) or _elsewhere(base, known)
-    if cause is not None:
-        return replace(cause, also=also + cause.also)
+    evicted = _evicted(base, known)
+    if evicted is not None:
+        return _with_rest(evicted, verdict, known)
+    elsewhere = _elsewhere(base, known)
+    if elsewhere is not None:
+        return replace(elsewhere, also=also + elsewhere.also)
     unreachable = _unreachable(base, known)
     if unreachable is not None:
         if not also:
@@ -128,11 +142,31 @@ def _evicted(base: Explanation, known: Circumstances) -> Explanation | None:
     )
 
 
+def _with_rest(found: Explanation, verdict: Verdict | None, known: Circumstances) -> Explanation:
+    """Return what was evicted with what the client changed, which may have cost more."""
+    if verdict is None or verdict.kind in (Kind.SAME, Kind.FIRST_SEEN):
+        return found
+    n_tokens, reused = known.prompt_tokens, known.reused_tokens
+    rest = None
+    if n_tokens is not None and reused is not None and found.lost_tokens is not None:
+        rest = n_tokens - reused - found.lost_tokens
+    changed = verdict.kind in _FROM_CLIENT
+    if verdict.kind is Kind.UNKNOWN:  # something else stands there, and it is not known why
+        changed = rest is not None and rest > known.slack_tokens
+    if rest is not None and rest > known.slack_tokens:
+        words = _REST.get(verdict.kind) or MEANING[verdict.kind]
+        found = replace(found, reason=f"{found.reason}; {rest:,} more were read because {words}")
+    return replace(found, also=(verdict.kind,)) if changed else found
+
+
 def _elsewhere(base: Explanation, known: Circumstances) -> Explanation | None:
     if not known.namespaces or known.shared_tokens or known.reused_tokens:
         return None
-    parts = [each.part for each in known.namespaces]
-    others = [part for part in parts if part not in ("salted", "salt_id", "digest")]
+    parts = [
+        "cache_salt" if each.part in ("salted", "salt_id") else each.part
+        for each in known.namespaces
+    ]
+    others = [part for part in parts if part not in ("cache_salt", "digest")]
     kind = Kind.NAMESPACE if others or not known.other_salt else Kind.SALT
     also = (Kind.SALT,) if kind is Kind.NAMESPACE and known.other_salt else ()
     reason = fingerprint.explain(known.namespaces)
@@ -156,10 +190,29 @@ def _unreachable(base: Explanation, known: Circumstances) -> Explanation | None:
     )
 
 
+def not_kept(base: Explanation, n_tokens: int, lost: int) -> Explanation:
+    """Return what is to be said of a prompt that was sent before, and of which too little is kept.
+
+    Args:
+        base: What else is known of it.
+        n_tokens: Tokens that were sent before.
+        lost: Those that are not kept.
+    """
+    reason = (
+        f"the first {n_tokens:,} tokens were sent before, and were not kept any more, or never: "
+        f"that cost {lost:,} tokens"
+    )
+    return replace(base, kind=Kind.UNKNOWN, reason=reason, lost_tokens=lost)
+
+
 def _by_figures(base: Explanation, known: Circumstances) -> Explanation:
     """Return what numbers say where the texts say nothing."""
     shared, reused, n_tokens = known.shared_tokens, known.reused_tokens, known.prompt_tokens
     told = known.reason
+    if base.kind in (Kind.SAME, Kind.NEW_TEXT) and base.token_index is not None:
+        lost = base.token_index - max(shared or 0, reused or 0)
+        if shared is not None and reused is not None and lost > known.slack_tokens:
+            return not_kept(base, base.token_index, lost)
     if shared == 0 and not reused:
         if base.kind is Kind.SAME:
             return replace(base, kind=Kind.UNKNOWN, reason=told or "it was sent, and is not kept")

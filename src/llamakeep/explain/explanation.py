@@ -8,8 +8,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
+from llamakeep.explain.bodies import SETTINGS
 from llamakeep.explain.divergence import NOWHERE, Around
-from llamakeep.explain.kinds import ADVICE, MEANING, TELLS_NO_TEXT, Kind
+from llamakeep.explain.kinds import (
+    ADVICE,
+    EDITED,
+    MEANING,
+    NO_TEXTS,
+    NO_VOCAB,
+    NOT_KEPT,
+    TELLS_NO_TEXT,
+    Kind,
+)
 
 _NUMBERS = (
     "char_index",
@@ -75,7 +85,26 @@ class Explanation:
     @property
     def advice(self) -> str:
         """What a user can do about it."""
-        return ADVICE[self.kind]
+        return ADVICE[self.kind] if self.kind is not Kind.UNKNOWN else self._next_step()
+
+    @property
+    def _is_not_kept(self) -> bool:
+        """Whether it was sent before and is not kept, of which only figures are told."""
+        return self.kind is Kind.UNKNOWN and self.lost_tokens is not None
+
+    def _next_step(self) -> str:
+        """What a user can do where no cause is proven."""
+        if self._is_not_kept:
+            return NOT_KEPT
+        if self.part in SETTINGS:
+            return f"Send the same {self.part} in every request of a conversation."
+        if re.match(r"messages?[ \[]", self.part):
+            return EDITED
+        if self.around != NOWHERE:
+            return ADVICE[self.kind]
+        if self.request_id:
+            return NO_TEXTS
+        return NO_VOCAB if self.token_index is not None else ADVICE[self.kind]
 
     def without_texts(self) -> Explanation:
         """Return the same with nothing in it that prompts say.
@@ -83,7 +112,7 @@ class Explanation:
         Reasons of a few kinds stay as they are; of all others there is a sentence for each kind. Of
         a part's path only the beginning stays: what follows can be keys that a client chose.
         """
-        tells_none = self.kind in TELLS_NO_TEXT
+        tells_none = self.kind in TELLS_NO_TEXT or self._is_not_kept
         reason = self.reason if tells_none else MEANING[self.kind]
         path = _PLAIN_PATH.match(self.part)
         part = "" if path is None else path.group()

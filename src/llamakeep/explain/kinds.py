@@ -111,10 +111,24 @@ ADVICE: Final = MappingProxyType(
             "Nothing is wrong, but each compaction reads what follows it again: compact seldom, "
             "a large part at once, and leave what is before it as it is."
         ),
-        Kind.UNKNOWN: "Compare the two texts where they part; they are shown if they are known.",
+        Kind.UNKNOWN: "Compare the two texts where they part.",
     }
 )
 """What a user can do about each kind."""
+
+EDITED: Final = (
+    "Leave earlier messages and results of tools as they were sent, and put what is new behind "
+    "them: what follows a message that was edited is read again."
+)
+NO_TEXTS: Final = (
+    "Start the server with --explain-texts to see both texts: without it, none of what is sent is "
+    "kept or recorded."
+)
+NO_VOCAB: Final = "Show the tokens as text, with --model FILE, and compare the two where they part."
+NOT_KEPT: Final = (
+    "Look whether the cache was emptied, whether the server was started anew without a cache "
+    "directory, and whether the earlier request might keep nothing (cache_mode)."
+)
 
 CHURN: Final = frozenset(
     {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamakeep.errors import InvalidValue
 from llamakeep.explain.circumstances import Circumstances
-from llamakeep.explain.explaining import explain
+from llamakeep.explain.explaining import explain, not_kept
 from llamakeep.explain.explanation import Explanation
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.prompts import Side
@@ -29,7 +29,8 @@ def explain_logged(
 
     Args:
         path: The log.
-        request_id: Which request; the last one if None. Of several with one id, the last.
+        request_id: Which request; the last one if None. Of several with one id, the last. Where no
+            id is this one, a number counts the requests of the log, from 1 on.
         vocab: Of the model, to make texts of tokens.
 
     Raises:
@@ -38,9 +39,14 @@ def explain_logged(
     """
     found: Recorded | None = None
     place = 0
+    counted: tuple[Recorded, int] | None = None
     for index, line in enumerate(read_log(path)):
         if request_id is None or line.id == request_id:
             found, place = line, index
+        elif request_id == str(index + 1):
+            counted = line, index
+    if found is None and counted is not None:
+        found, place = counted
     if found is None:
         what = "no request" if request_id is None else f"no request {request_id!r}"
         raise InvalidValue(f"{path} has {what}")
@@ -118,12 +124,21 @@ def _by_blocks(
         kind = Kind.UNKNOWN
         rest = (line.block_tokens[n_blocks], before.block_tokens[n_blocks])
         span = min(rest) + (rest[0] != rest[1])  # the shorter one may be the other's beginning
+        shared = known.shared_tokens or 0
+        if at < shared < at + span:
+            at, span = shared, 1  # the engine knew more than the ids tell
+        where = f"at token {at}" if span == 1 else f"within {span} tokens from token {at} on"
         reason = (
-            f"it leaves request {before.id} within {span} tokens from token {at} on; the log has "
-            "hashes only, so that what differs there is not known"
+            f"it leaves request {before.id} {where}; the log has hashes only, so that what differs "
+            "there is not known"
         )
     told = found.kind
     found = replace(found, token_index=at, token_range=span)
-    if told is Kind.UNKNOWN or (told is Kind.FIRST_SEEN and n_blocks):
-        found = replace(found, kind=kind, reason=reason)
-    return found
+    if told not in (Kind.UNKNOWN, Kind.FIRST_SEEN) or (told is Kind.FIRST_SEEN and not n_blocks):
+        return found
+    reused = line.reused_tokens
+    if reused is not None:
+        lost = at - max(reused, known.shared_tokens or 0)
+        if lost > known.slack_tokens:
+            return not_kept(found, at, lost)
+    return replace(found, kind=kind, reason=reason)

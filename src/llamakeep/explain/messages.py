@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from llamakeep.explain import marks
 from llamakeep.explain.churn import Found, classify
-from llamakeep.explain.conversation import Conversation, Leaf, Message
+from llamakeep.explain.conversation import ROLES, Conversation, Leaf, Message
 from llamakeep.explain.divergence import around
 from llamakeep.explain.kinds import Kind
 from llamakeep.explain.ordering import dumps, goes_on_alike, loads, same_content
@@ -223,7 +223,8 @@ class _Pair:
         if self.is_new or (after.role == "user" and not self.is_resumed):
             return Verdict(Kind.NEW_TEXT, f"{path} is new", path)
         if before.role != after.role:
-            return Verdict(Kind.UNKNOWN, f"{path} is of {after.role}, and was of {before.role}")
+            roles = [role if role in ROLES else "?" for role in (after.role, before.role)]
+            return Verdict(Kind.UNKNOWN, f"{path} is of {roles[0]}, and was of {roles[1]}")
         if any(leaf.what == "reasoning" for leaf in before.leaves):
             thought = [leaf for leaf in after.leaves if leaf.what == "reasoning"]
             if not thought:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from llamakeep.errors import InvalidValue
-from llamakeep.explain.bodies import from_body, is_chat, salt_of
+from llamakeep.explain.bodies import SETTINGS, from_body, is_chat, salt_of
 from llamakeep.explain.churn import SAME_CHARS, classify
 from llamakeep.explain.compare import compare
 from llamakeep.explain.conversation import from_text
@@ -20,6 +20,9 @@ from llamakeep.texts import common_text
 from llamakeep.tokens import IntArray, TokensLike, as_tokens, common_prefix
 
 _SYNC_TOKENS: Final = 512
+_OPENING_TOKENS: Final = 16
+"""Tokens before the first message in which a template may write what it is set to."""
+_LOOKED_FOR_CHARS: Final = 64
 _PROMPT_FIELDS: Final = ("messages", "input", "prompt")
 
 
@@ -100,7 +103,7 @@ def compare_sides(before: Side, after: Side, vocab: Vocab | None) -> tuple[Verdi
         if found is not None:
             return found, at
         before, after = (_with_text(side, at, vocab) for side in (before, after))
-    verdict = _by_content(before, after)
+    verdict = _by_content(before, after, at)
     if at is not None and verdict.kind is Kind.SAME:  # their tokens are not, as was found above
         verdict = Verdict(Kind.UNKNOWN, "the two say the same, and their tokens differ")
     return verdict, at
@@ -120,7 +123,7 @@ def _by_tokens(before: Side, after: Side, at: int, vocab: Vocab | None) -> Verdi
     if at == ours.size:
         part = ""
         if before.body is not None and after.body is not None:
-            part = _by_content(Side(body=before.body), Side(body=after.body)).part
+            part = _by_content(Side(body=before.body), Side(body=after.body), at).part
         return Verdict(Kind.NEW_TEXT, f"the prompt goes on from token {at}", part)
     if vocab is not None:
         rest = [side[at : at + _SYNC_TOKENS + 1].tolist() for side in (ours, theirs)]
@@ -152,35 +155,48 @@ def _with_text(side: Side, at: int, vocab: Vocab | None) -> Side:
 # -- texts and bodies ------------------------------------------------------------------------------
 
 
-def _by_content(before: Side, after: Side) -> Verdict:
+def _by_content(before: Side, after: Side, at: int | None = None) -> Verdict:
     text = None
+    settings = at is None or at < _OPENING_TOKENS
     if before.text is not None and after.text is not None:
         text = compare_texts(before.text, after.text)
         if text.kind in (Kind.SAME, Kind.NEW_TEXT) and not text.part:
             return _with_part(text, before, after)  # what the template made of both is the truth
-    body = _by_bodies(before, after)
-    if body is not None and body.kind is Kind.SAME and text is not None:
-        return text  # something made other texts of the same, which the bodies do not say
-    if body is None or (text is not None and body.kind not in CHURN and text.kind in CHURN):
-        body = None
+        settings = (text.char_index or 0) <= _first_content(after)
+    body = _by_bodies(before, after, settings=settings)
+    if body is not None and body.kind is Kind.SAME and not settings:
+        body = _by_bodies(before, after)  # nothing but a setting is left that can have done it
+        if body is not None and body.part in SETTINGS and (text is None or text.kind not in CHURN):
+            return body
     if text is None:
         return body or Verdict(Kind.UNKNOWN, "the text of the two is not known")
-    if body is None or (body.kind is Kind.UNKNOWN and text.kind is not Kind.UNKNOWN):
+    if body is None or body.kind is Kind.SAME:
+        return text  # something made other texts of the same, which the bodies do not say
+    if body.kind not in CHURN and text.kind in CHURN:
         return text
-    return body
+    return text if body.kind is Kind.UNKNOWN and text.kind is not Kind.UNKNOWN else body
+
+
+def _first_content(side: Side) -> int:
+    """Return where in the text of a prompt the first of its messages stands; 0 if not known."""
+    if side.text is None or side.body is None or not is_chat(side.body):
+        return 0
+    messages = from_body(side.body).messages
+    said = messages[0].text.strip()[:_LOOKED_FOR_CHARS] if messages else ""
+    return max(0, side.text.find(said)) if said else 0
 
 
 def _with_part(verdict: Verdict, before: Side, after: Side) -> Verdict:
-    body = _by_bodies(before, after)
+    body = _by_bodies(before, after, settings=False)
     return verdict if body is None or body.kind in CHURN else replace(verdict, part=body.part)
 
 
-def _by_bodies(before: Side, after: Side) -> Verdict | None:
+def _by_bodies(before: Side, after: Side, *, settings: bool = True) -> Verdict | None:
     one, other = before.body, after.body
     if one is None or other is None:
         return None
     if is_chat(one) and is_chat(other):
-        return compare(from_body(one), from_body(other))
+        return compare(from_body(one), from_body(other), settings=settings)
     if is_chat(one) or is_chat(other):
         return Verdict(Kind.UNKNOWN, "one request is a chat, and the other is a plain prompt")
     return _prompts(_bare_prompt(one["prompt"]), _bare_prompt(other["prompt"]), "prompt")

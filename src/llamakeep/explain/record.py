@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import threading
 import zlib
@@ -22,6 +23,9 @@ from llamakeep.explain.blocks import BLOCK_TOKENS, KEY_BYTES, block_ids, key_id,
 from llamakeep.explain.circumstances import Circumstances
 from llamakeep.tokens import IntArray, as_tokens
 
+logger = logging.getLogger("llamakeep")
+
+_NEEDED: Final = ("timestamp", "block_size", "hash_ids", "input_length")
 _MOST_LINE_BYTES: Final = 64 << 20
 _MOONCAKE_BLOCK_TOKENS: Final = 512
 
@@ -298,7 +302,8 @@ class RecordLog:
 def read_log(path: Path, *, mooncake: bool = False) -> Iterator[Recorded]:
     """Yield the requests of a log or of another trace; a name that ends in `.gz` is unpacked.
 
-    A request without an id has the number of its line. Empty lines are passed over.
+    A request without an id has the number of its line. Empty lines are passed over, and so is a
+    last line without an end that is no JSON, which a process left that was killed; that is logged.
 
     Args:
         path: The file.
@@ -313,14 +318,23 @@ def read_log(path: Path, *, mooncake: bool = False) -> Iterator[Recorded]:
             continue
         try:
             found = json.loads(data)
-            line = Recorded.from_json(_of_mooncake(found) if mooncake else found)
+            found = _of_mooncake(found) if mooncake else found
+            if number == 1:
+                _check_is_log(found)
+            line = Recorded.from_json(found)
         except RecursionError:
             raise InvalidValue(f"{path}, line {number}: nested too deeply") from None
         except UnicodeDecodeError as error:
+            if number > 1 and not data.endswith(b"\n"):
+                logger.warning("%s, line %d was cut off, and is left out", path, number)
+                return
             raise InvalidValue(f"{path}, line {number}: no UTF-8 at byte {error.start}") from None
         except InvalidValue as error:
             raise InvalidValue(f"{path}, line {number}: {error}") from None
         except ValueError as error:
+            if number > 1 and not data.endswith(b"\n"):
+                logger.warning("%s, line %d was cut off, and is left out", path, number)
+                return
             raise InvalidValue(f"{path}, line {number}: no JSON: {error}") from None
         yield line if line.id else replace(line, id=str(number))
 
@@ -332,6 +346,15 @@ def _of_mooncake(line: Any) -> Any:
     time = line.get("timestamp")
     seconds = time / 1e3 if isinstance(time, (int, float)) else time
     return {**line, "block_size": _MOONCAKE_BLOCK_TOKENS, "timestamp": seconds}
+
+
+def _check_is_log(value: object) -> None:
+    """Refuse a file whose first line is of something else."""
+    if isinstance(value, Mapping):
+        missing = [name for name in _NEEDED if name not in value]
+        if missing:
+            what = ", ".join(missing)
+            raise InvalidValue(f"not a log of llamakeep serve --record: it has no {what}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -346,7 +369,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, data
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise StoreError(f"cannot read {path} after line {number}: {reason}") from error
+        place = f" after line {number}" if number else ""
+        raise StoreError(f"cannot read {path}{place}: {reason}") from error
 
 
 def tokens_of(line: Recorded) -> IntArray | None:

@@ -18,7 +18,7 @@ GIVEN: Final = Proof(reorders=False)
 LOOSE: Final = Proof(ends_count=False)
 """In a text of which nothing is known."""
 
-_SHOWN_CHARS: Final = 60
+_SHOWN_CHARS: Final = 80
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Recorder(Observer):
             request_id=served.label or str(served.id),
             session_id=served.session,
             output_tokens=record.generated_tokens,
-            circumstances=self._engine.history.circumstances(served),
+            circumstances=self._engine.history.circumstances(served, salts=self._log.with_texts),
             text=vocab.text(served.prompt, special=True) if self._log.with_texts else None,
         )
 
