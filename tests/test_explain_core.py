@@ -22,8 +22,8 @@ from llamakeep.explain import (
     Side,
     explain,
 )
-from llamakeep.explain.divergence import SHOWN_CHARS, same_text_other_tokens
-from llamakeep.explain.kinds import MEANING, TELLS_NO_TEXT
+from llamakeep.explain.divergence import NOWHERE, SHOWN_CHARS, same_text_other_tokens
+from llamakeep.explain.kinds import EDITED_MEANING, MEANING, TELLS_NO_TEXT
 from llamakeep.explain.ordering import same_content, too_deep
 from llamakeep.explain.reasoning import without_reasoning
 from llamakeep.fingerprint import Difference, Namespace
@@ -350,6 +350,7 @@ def test_what_is_not_kept_any_more_is_told() -> None:
         assert (found.kind, found.lost_tokens) == (Kind.UNKNOWN, 900)
         assert "were not kept any more" in found.reason
         assert "cache was emptied" in found.advice
+        assert found.without_texts() == found
 
 
 # -- settings, advice and roles --------------------------------------------------------------------
@@ -395,6 +396,9 @@ def test_what_is_not_proven_has_a_next_step() -> None:
     edited = explain(chat(SYSTEM, None, FIX), chat(SYSTEM, history, FIX, FIX))
     assert "an earlier message was edited" in edited.reason
     assert edited.advice.startswith("Leave earlier messages")
+    untold = edited.without_texts()
+    assert (untold.reason[:30], untold.around) == ("an earlier message was edited,", NOWHERE)
+    assert untold.advice == edited.advice
     history = copy_of(HISTORY)
     history[2]["content"] = "It works."
     assert "result of a tool" in explain(chat(), chat(SYSTEM, history, FIX)).reason
@@ -621,7 +625,7 @@ def test_without_texts_a_reason_quotes_only_where_it_cannot(kind: Kind) -> None:
         assert said.reason == "it said 'hush'"
     else:
         assert "hush" not in said.reason
-        assert said.reason == MEANING[kind]
+        assert said.reason == (EDITED_MEANING if kind is Kind.UNKNOWN else MEANING[kind])
     if kind not in (Kind.NAMESPACE, Kind.SALT):
         assert said.part == "message 2 (tool)"
 

@@ -263,13 +263,14 @@ def test_where_a_checkpoint_is_missing_the_nearest_is_told(family: str) -> None:
 
 def test_another_salt_is_told() -> None:
     with engine_of(n_seqs=2) as engine:
-        ask(engine, span(100, 1), 1, salt="a").wait()
+        ask(engine, span(100, 1), 1, salt="a", label="tenant a").wait()
         ask(engine, span(100, 1), 1, salt="b", label="same").wait()
         ask(engine, span(100, 2), 1, salt="b", label="else").wait()
         same, other = engine.explain("same"), engine.explain("else")
         assert same is not None
         assert other is not None
         assert (same.kind, other.kind) == (Kind.SALT, Kind.FIRST_SEEN)
+        assert (same.part, same.before_id, other.before_id) == ("cache_salt", "tenant a", "")
 
 
 @pytest.mark.parametrize("mode", [Mode.READ, Mode.OFF])

@@ -26,6 +26,7 @@ from llamakeep.explain import (
     read_log,
 )
 from llamakeep.explain.blocks import KEY_BYTES, block_ids, key_id, read_key
+from llamakeep.fingerprint import Difference
 from llamakeep.runtime.fake_text import FakeVocab
 from llamakeep.tokens import IntArray, as_tokens
 from tests.explain_pairs import SYSTEM, chatml
@@ -378,6 +379,15 @@ def test_the_engine_knows_the_place_within_a_block(tmp_path: Path) -> None:
     found = explain_logged(path)
     assert (found.kind, found.token_index, found.token_range) == (Kind.UNKNOWN, 190, 1)
     assert "--explain-texts" in found.advice
+
+
+def test_the_salt_of_a_request_comes_before_what_its_text_says(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    salts = (Difference("salt_id", "aa", "bb"),)
+    known = Circumstances(300, 0, "none", shared_tokens=0, namespaces=salts)
+    write(path, dated("2025-03-01"), dated("2025-03-02"), with_texts=True, circumstances=known)
+    found = explain_logged(path)
+    assert (found.kind, found.part, found.also) == (Kind.SALT, "cache_salt", (Kind.DATE,))
 
 
 def test_what_was_not_kept_any_more_is_not_the_same(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from llamakeep.explain.divergence import NOWHERE, Around
 from llamakeep.explain.kinds import (
     ADVICE,
     EDITED,
+    EDITED_MEANING,
     MEANING,
     NO_TEXTS,
     NO_VOCAB,
@@ -36,6 +37,7 @@ _PLAIN_PATH = re.compile(
     r"message \d+(?: \((?:system|user|assistant|tool)\))?|(?:messages|input|tools)(?:\[\d+\])?"
     r"(?:\.content(?:\[\d+\])?)?|tools order|system|instructions|prompt|cache_salt"
 )
+_IS_MESSAGE = re.compile(r"messages?[ \[]|input\[")
 _SETTINGS = (Kind.NAMESPACE, Kind.SALT)
 """Their parts are names of settings."""
 
@@ -98,7 +100,7 @@ class Explanation:
             return NOT_KEPT
         if self.part in SETTINGS:
             return f"Send the same {self.part} in every request of a conversation."
-        if re.match(r"messages?[ \[]", self.part):
+        if _IS_MESSAGE.match(self.part):
             return EDITED
         if self.around != NOWHERE:
             return ADVICE[self.kind]
@@ -114,6 +116,8 @@ class Explanation:
         """
         tells_none = self.kind in TELLS_NO_TEXT or self._is_not_kept
         reason = self.reason if tells_none else MEANING[self.kind]
+        if self.kind is Kind.UNKNOWN and not tells_none and _IS_MESSAGE.match(self.part):
+            reason = EDITED_MEANING
         path = _PLAIN_PATH.match(self.part)
         part = "" if path is None else path.group()
         if self.kind in _SETTINGS:

@@ -218,6 +218,8 @@ class History:
             before = None
         else:
             found = _compared(before, served, vocab, known)
+        if found.kind is Kind.SALT:  # the request that it would have gone on from
+            before, _ = self._best(served, same=False)
         return replace(
             found,
             request_id=served.label or str(served.id),

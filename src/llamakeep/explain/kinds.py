@@ -162,6 +162,9 @@ MEANING: Final = MappingProxyType(
 )
 """What happened, in words that quote nothing of what a client sent."""
 
+EDITED_MEANING: Final = "an earlier message was edited, or a result of a tool is another"
+"""The same of what is not known, but that it is in a message that is not new."""
+
 TELLS_NO_TEXT: Final = frozenset(
     {
         Kind.SAME,

@@ -319,7 +319,7 @@ def read_log(path: Path, *, mooncake: bool = False) -> Iterator[Recorded]:
         try:
             found = json.loads(data)
             found = _of_mooncake(found) if mooncake else found
-            if number == 1:
+            if number == 1 and not mooncake:
                 _check_is_log(found)
             line = Recorded.from_json(found)
         except RecursionError:
