@@ -375,6 +375,18 @@ class Broken(RecordLog):
         raise StoreError("cannot write: No space left on device")
 
 
+@pytest.mark.parametrize("texts", [False, True])
+def test_salts_are_recorded_for_who_may_read_all(texts: bool, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RecordLog(path, clock=lambda: 7.0, with_texts=texts)
+    with engine_of(n_seqs=1) as engine:
+        engine.observers.add(Recorder(engine, log))
+        ask(engine, span(200, 1), 1, salt="a").wait()
+        ask(engine, span(200, 1), 1, salt="b").wait()
+        engine.settle()
+    assert explain_logged(path).kind is (Kind.SALT if texts else Kind.FIRST_SEEN)
+
+
 def counting(log: RecordLog, engine: Engine) -> tuple[Recorder, Metrics]:
     metrics = Metrics(engine.stats, engine.settle)
     recorder = Recorder(engine, log, metrics.unrecorded)

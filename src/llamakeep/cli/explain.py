@@ -47,7 +47,7 @@ def explain(
             "--id",
             metavar="ID",
             show_default=False,
-            help="Which request of the log or the server. Without it, the last one.",
+            help="Which request of the log or the server, by id or number. Default: the last one.",
         ),
     ] = None,
     api_key: Annotated[
