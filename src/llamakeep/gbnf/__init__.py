@@ -7,6 +7,7 @@ one is read here first, by the same rules.
 ::
 
     parse (parsing.py) -> Grammar (rules.py) -> check_left (recursion.py), check_growth (growth.py)
+                                                then Follower (following.py), where it names tokens
     KeptGrammars (kept.py): what was found, or made of schemas, for the next time
 """
 

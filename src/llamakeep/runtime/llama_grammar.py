@@ -24,11 +24,15 @@ import numpy.typing as npt
 
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf import CheckedGrammar
+from llamakeep.gbnf.following import Follower
+from llamakeep.gbnf.parsing import parse
+from llamakeep.gbnf.rules import Grammar
 from llamakeep.runtime.base import NO_TOKEN
 from llamakeep.runtime.llama_sampler import LlamaSampler
 from llamakeep.runtime.llama_text import Vocabulary
-from llamakeep.runtime.llama_tokens import END, N_BYTES, NEVER, GrammarTokens
+from llamakeep.runtime.llama_tokens import END, N_BYTES, NEVER
 from llamakeep.runtime.sampling import Settled, check_logits
+from llamakeep.runtime.unfinished import letters_of
 from llamakeep.sampling import Sampling
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -36,6 +40,8 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 
 _MOST_TRIES: Final = 32
 """Tokens that may be refused in turn because a trigger ends in them as the grammar cannot go on."""
+_MOST_ASKED: Final = 256
+"""Tokens that are followed one by one, of those that may be allowed where tokens are named."""
 
 
 class Candidates:
@@ -81,8 +87,9 @@ class Matcher:
 
     Args:
         grammar: It was checked.
+        rules: What it says, where it names tokens; else None.
         vocab: The native vocabulary; it must live while this is used, except for `close`.
-        tokens: What it has.
+        vocabulary: The same.
         candidates: Room for all tokens; what it holds is lost at each call.
 
     Raises:
@@ -90,35 +97,49 @@ class Matcher:
     """
 
     def __init__(
-        self, grammar: CheckedGrammar, vocab: Any, tokens: GrammarTokens, candidates: Candidates
+        self,
+        grammar: CheckedGrammar,
+        rules: Grammar | None,
+        vocab: Any,
+        vocabulary: Vocabulary,
+        candidates: Candidates,
     ) -> None:
-        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._tokens = tokens = vocabulary.grammar_tokens
         self._candidates = candidates
+        named = vocabulary.named(grammar)
+        self._follower = Follower(rules, named) if rules is not None else None
         self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.text.encode(), b"root")
         if not self._sampler:
             raise GrammarError("llama.cpp cannot read the grammar")
         self.close = weakref.finalize(self, llama_cpp.llama_sampler_free, self._sampler)
-        named = {token.id for token in grammar.tokens}
-        texts = {token.text for token in grammar.tokens}
+        self._named = {token.id for token in grammar.tokens if not token.text} | {*named.values()}
         hidden = [
             token
             for token, text in tokens.hidden.items()
-            if token not in named and text not in texts and text not in grammar.literals
+            if token not in self._named and text not in grammar.literals
         ]
         self._is_open = tokens.first < NEVER
         self._is_open[hidden] = False
         # Where a first byte tells enough, few tokens are left to look at.
         self._asks_bytes = not (grammar.tokens or grammar.excludes_letters)
         self._bytes = tokens.of_byte[tokens.of_byte >= 0]
+        self._unfinished = b""
 
     def allows(self, token: int) -> bool:
         """Whether the answer may go on with this token."""
         if not self._is_open[token]:
             return False
-        return bool(self._left(np.array([token], np.int32)).size)
+        left = self._left(np.array([token], np.int32))
+        return bool(left.size) and self._is_whole(token)
 
     def accept(self, token: int) -> None:
         """Go on with a token that is allowed; llama.cpp ends the process for any other."""
+        if self._tokens.first[token] != END:
+            letters, rest = self._read(token)
+            if self._follower is not None:
+                self._follower.accept(token, letters)
+            self._unfinished = rest
         llama_cpp.llama_sampler_accept(self._sampler, token)
 
     @property
@@ -127,7 +148,11 @@ class Matcher:
         return bool(self._left(self._tokens.ends).size)
 
     def allowed(self) -> Tokens:
-        """Return all tokens that the answer may go on with."""
+        """Return tokens that the answer may go on with: all, where the grammar names none.
+
+        Where it names some, tokens of several letters may be left out that are too many to be
+        followed one by one.
+        """
         is_open = self._is_open
         if self._asks_bytes:
             by_first = np.ones(N_BYTES + 2, bool)
@@ -135,14 +160,63 @@ class Matcher:
             by_first[self._tokens.first[self._left(self._bytes)]] = True
             by_first[END] = self.is_complete
             is_open = is_open & by_first[self._tokens.first]
-        return self._left(np.flatnonzero(is_open).astype(np.int32))
+        return self._whole(self._left(np.flatnonzero(is_open).astype(np.int32)))
 
     def _left(self, tokens: Tokens) -> Tokens:
-        if not tokens.size:
-            return tokens
-        self._candidates.fill(tokens, 0.0)
+        """Return which tokens llama.cpp lets go on, of those whose bytes become letters."""
+        asked: Tokens = tokens[self._are_letters(tokens)]
+        if not asked.size:
+            return asked
+        self._candidates.fill(asked, 0.0)
         self._candidates.apply(self._sampler)
-        return tokens[self._candidates.left(tokens.size)]
+        left: Tokens = asked[self._candidates.left(asked.size)]
+        return left
+
+    # -- letters that a token leaves unfinished ----------------------------------------------------
+
+    def _are_letters(self, tokens: Tokens) -> npt.NDArray[np.bool_]:
+        """Return which tokens are UTF-8 here."""
+        if not self._unfinished:
+            begins: npt.NDArray[np.bool_] = self._tokens.begins[tokens]
+            return begins
+        asked = tokens[np.isin(tokens, self._tokens.going_on)]
+        return np.isin(tokens, [token for token in asked.tolist() if self._letters(token)])
+
+    def _letters(self, token: int) -> tuple[str, bytes] | None:
+        return letters_of(self._unfinished + self._vocabulary.piece(token, special=True))
+
+    def _read(self, token: int) -> tuple[str, bytes]:
+        """Return the letters that an allowed token completes, and the begin of the next."""
+        found = self._letters(token)
+        assert found is not None, "what is no UTF-8 is not allowed"
+        return found
+
+    # -- tokens that are named ---------------------------------------------------------------------
+
+    def _is_whole(self, token: int) -> bool:
+        """Whether llama.cpp can accept a token that it lets go on."""
+        if self._follower is None or self._tokens.first[token] == END:
+            return True
+        return self._follower.goes_on(token, self._read(token)[0])
+
+    def _whole(self, tokens: Tokens) -> Tokens:
+        """Return which tokens llama.cpp can accept, of those that it lets go on."""
+        follower = self._follower
+        if follower is None:
+            return tokens
+        is_named = np.isin(tokens, list(self._named))
+        asked = is_named.copy()
+        if follower.others_later():
+            excluded = follower.others_here()
+            if excluded is None:
+                is_sure = self._tokens.is_short[tokens] | (self._tokens.first[tokens] == END)
+                asked |= ~is_sure
+            # else any but the named can stand here as a whole
+        followed = asked if asked.sum() <= _MOST_ASKED + is_named.sum() else is_named
+        kept = ~asked
+        kept[followed] = [self._is_whole(token) for token in tokens[followed].tolist()]
+        found: Tokens = tokens[kept]
+        return found
 
 
 class Trigger:
@@ -198,6 +272,7 @@ class ConstrainedSampler(LlamaSampler):
         super().__init__(sampling, settled, n_vocab=n_vocab, output=output, context=context)
         self._vocabulary = vocabulary
         self._grammar = grammar
+        self._rules = parse(grammar.text) if grammar.tokens else None
         self._tokens = vocabulary.grammar_tokens
         self._all: Tokens = np.arange(n_vocab, dtype=np.int32)
         self._never = np.isin(self._all, self._biased[np.isneginf(self._biases)])
@@ -207,7 +282,9 @@ class ConstrainedSampler(LlamaSampler):
 
     def _begin(self) -> Matcher:
         with self._vocabulary.reading() as vocab:
-            return Matcher(self._grammar, vocab, self._tokens, self._candidates)
+            return Matcher(
+                self._grammar, self._rules, vocab, self._vocabulary, self._candidates
+            )
 
     def sample(self, index: int) -> int:
         """Choose a token by an output's logits, and accept it. See `Sampler.sample`."""

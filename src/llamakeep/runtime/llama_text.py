@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 from llamakeep.errors import GrammarError, InvalidValue, KeeperClosed, ModelError
-from llamakeep.gbnf import check_grammar
+from llamakeep.gbnf import CheckedGrammar, check_grammar
 from llamakeep.runtime.base import Vocab, utf8
 from llamakeep.runtime.cuts import cut
 from llamakeep.runtime.llama_load import load_model, model_params
@@ -206,20 +206,40 @@ class Vocabulary:
 
     def check_grammar(self, grammar: str) -> None:
         """Raise for a grammar that cannot be followed. See `Vocab.check_grammar`."""
-        for token in check_grammar(grammar).tokens:
-            if token.text:
+        found = check_grammar(grammar)
+        named = self.named(found)
+        known = self.grammar_tokens
+        for token in found.tokens:
+            number = named[token.text] if token.text else token.id
+            if not token.negated and (why := known.never_named(number)):
+                name = token.text or f"token {number}"
+                raise GrammarError(
+                    f"the grammar, {token.where}: {name} can never be sampled by its name: {why}",
+                    where=token.where,
+                )
+
+    def named(self, grammar: CheckedGrammar) -> dict[str, int]:
+        """Return the number of each token that a grammar names by its text.
+
+        Raises:
+            GrammarError: For what is no token of this vocabulary, with line and column.
+        """
+        named: dict[str, int] = {}
+        for token in grammar.tokens:
+            if token.text and token.text not in named:
                 found = self.tokenize(token.text, add_special=False, parse_special=True)
                 if found.size != 1:
                     raise GrammarError(
                         f"the grammar, {token.where}: {token.text} is {found.size} tokens, not one",
                         where=token.where,
                     )
-            elif token.id >= self.n_vocab:
+                named[token.text] = int(found[0])
+            elif not token.text and token.id >= self.n_vocab:
                 raise GrammarError(
                     f"the grammar, {token.where}: token {token.id} is none of {self.n_vocab}",
                     where=token.where,
                 )
-        _ = self.grammar_tokens
+        return named
 
     def _known(self, token: int) -> int:
         return int(as_tokens([token], n_vocab=self.n_vocab)[0])
