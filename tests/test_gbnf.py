@@ -32,6 +32,8 @@ ws     ::= | " " | "\n" [ \t]{0,20}
 """
 CHAIN = "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} [a-z]" for n in range(3000))
 
+LATE = "abcdefghijklmnopqrstuvwxyz" * 2
+
 
 def lines(*rules: str) -> str:
     return "\n".join(rules)
@@ -88,7 +90,7 @@ BAD = {
             *(f"a{n} ::= a{n + 1} | a{n + 1}" for n in range(40)),
             'a40 ::= "x"',
         ),
-        "can begin in more than 2,097,152 ways",
+        "'a27' can begin in more than 4,096 ways",
     ),
     "doubles": ('root ::= s\ns ::= " " s "y" | " " s "z" | ""', "too ambiguous: after '  +'"),
     "nested choices": (
@@ -110,12 +112,45 @@ BAD = {
     "many that grow": (
         lines(
             "root ::= a0",
-            *(f'a{n} ::= "x" a{n + 1} "y" | "a{n}"' for n in range(4000)),
+            *(f'a{n} ::= "xa{n}" a{n + 1} "y" | "xb{n}"' for n in range(4000)),
             'a4000 ::= "z" a0 "z"',
         ),
-        "4,001",
+        "too many ways to be checked; 4,001 of its rules",
     ),
-    "in a row": ("root ::= " + "[a-z]* " * 900, "too ambiguous: at its begin"),
+    "hidden in a row": (f'root ::= "{LATE}" ' + "[a-z]? " * 900, "too ambiguous"),
+    "hidden nesting": (
+        lines(
+            f'root ::= "{LATE}" r3',
+            "r0 ::= [a-z]?",
+            *(f"r{n} ::= " + f"r{n - 1} " * 10 for n in (1, 2, 3)),
+        ),
+        "too ambiguous within 'root': after 'a'",
+    ),
+    "hidden deep nesting": (
+        lines(
+            f'root ::= "{LATE}" r4',
+            "r0 ::= [a-z]?",
+            *(f"r{n} ::= " + f"r{n - 1} " * 10 for n in (1, 2, 3, 4)),
+        ),
+        "'r4' can begin in more than 4,096 ways",
+    ),
+    "hidden choices": (
+        lines(
+            f'root ::= "{LATE}" a0',
+            *(f'a{n} ::= "x" a{n + 1} "a" | "x" a{n + 1} "b"' for n in range(40)),
+            'a40 ::= "x"',
+        ),
+        "too ambiguous within 'root': after 'x+'",
+    ),
+    "grows by few": (
+        lines(
+            "root ::= r1{1,}",
+            'r0 ::= " é<" | [a-z]? [\\x80-\\uFFFF] r1? | ("</s>" r1{2}){2}',
+            'r1 ::= (r0 |  | r0{0,3} ( | )){0,0} "\\\\"* r0+',
+        ),
+        "too ambiguous",
+    ),
+    "in a row": ("root ::= " + "[a-z]* " * 900, "too ambiguous: after 'a'"),
     "NUL": ('root ::= "\0"', "NUL cannot be"),
     "no Unicode": ('root ::= "\ud800"', "half of a surrogate pair"),
     "token": ("root ::= <", "expected a token like"),

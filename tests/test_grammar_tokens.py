@@ -215,3 +215,28 @@ def test_an_answer_does_not_end_within_a_letter(runtime: LlamaCppRuntime) -> Non
     assert chosen != end
     (b"\xc3" + runtime.vocab.piece(chosen)).decode()
     assert made.sample(end) == end
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("seconds", [0.2, 0.7, 2000.0])
+def test_what_takes_too_long_is_not_followed_further(
+    runtime: LlamaCppRuntime, seconds: float
+) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += seconds
+        return now[0]
+
+    made = Made(runtime, Sampling(temperature=0, grammar="root ::= [ab]*"))
+    a = made.token("a")
+    made.sampler._clock = clock
+    made.sampler._matcher = made.sampler._begin()
+    if seconds < 0.5:
+        assert made.sample(a) == a
+        return
+    with pytest.raises(GrammarError, match=f"took {seconds * 1000:,.0f} ms for 1 tokens"):
+        made.sample(a)

@@ -412,6 +412,8 @@ PATTERNS = {
     "\\": "ends with",
     "(" * 200 + ")" * 200: "nested too deeply",
     "^(([a-z]{1,50}){1,50}){1,50}$": "too ambiguous",
+    "^" + "abcdefghijklmnopqrstuvwxyz" * 2 + "(([a-z]?){30}){30}$": "too ambiguous",
+    "^" + "abcdefghijklmnopqrstuvwxyz" * 2 + "((([a-z]?){12}){12}){12}$": "too ambiguous",
 }
 
 

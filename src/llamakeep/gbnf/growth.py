@@ -5,178 +5,211 @@ grammars double their number with each letter. To test a token it follows each s
 letter by letter, and forgets which ways it has been before; tokens of many letters, such as runs of
 blanks, then take as long as there are ways through them.
 
-Both are tried here, from a grammar's begin and from each rule that contains itself: of all letters
-that can come next, those are followed which leave the most. That finds what grows by itself; it is
-no proof for a grammar that was made to hide it.
+Both are tried here: from a grammar's begin, from each rule that contains itself, and from each
+place that was not met on the way. Of all letters that can come next, several are followed, and of
+the texts so far those that leave the most. That finds what grows by itself; it is no proof for a
+grammar that was made to hide it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 from llamakeep.errors import GrammarError
-from llamakeep.gbnf.recursion import growing_rules
-from llamakeep.gbnf.rules import Chars, Grammar, Ref, Token
+from llamakeep.gbnf.recursion import MOST_WAYS, growing_rules, named
+from llamakeep.gbnf.rules import Chars, Element, Grammar, Ref
+from llamakeep.gbnf.stacks import Place, Stack, Stacks
 
-MOST_WAYS: Final = 4096
 _LETTERS: Final = 24
 """How far a text is followed."""
 _RUN: Final = 16
 """How often the same letter comes in a row; few tokens are longer."""
-_TRIED: Final = 3
-"""Letters that are tried at each place."""
+_TRIED: Final = 4
+"""Letters that are tried after each text."""
+_TEXTS: Final = 3
+"""Texts that are followed at once."""
+_MANY: Final = 64
+"""Stacks after a text with which half as many letters are tried, and no other text."""
+_SLOW: Final = 4
+"""Letters after which many stacks, or the ways through a run, must be more to be followed on."""
 _SURE: Final = 4
 """If up to here no letter could be matched in two ways from a rule, other rules have to answer."""
-_CODES: Final = 64
+_CODES: Final = 256
 """Letters that are looked at, at each place."""
-_WORK: Final = 50_000
-"""Steps from one rule at most, of about 1 us: what takes longer is not followed further."""
-_ALL_WORK: Final = 200_000
-"""Steps from all of them."""
+_WORK: Final = 200_000
+"""Steps of about 4 us; what takes longer is refused."""
 
-# Where the rest of a text is matched: a rule, an alternative, an element of it, and what comes
-# after, or None.
-Stack: TypeAlias = "tuple[int, int, int, Stack | None]"
-Ways: TypeAlias = "Counter[Stack | None]"
+_FEW: Final = 500
+"""Places that are all tried; of more, of those that look alike one, as in repetitions."""
+_DEPTH: Final = 4
+"""Of rules within one another, by which places look alike."""
+
+Ways: TypeAlias = "Counter[Stack]"
 
 
 def check_growth(grammar: Grammar) -> None:
     """Raise for a grammar that can be followed in too many ways at once.
 
     Raises:
-        GrammarError: With a text after which it can.
+        GrammarError: With a text after which it can, or because finding out would take too long.
     """
-    work = 0
+    stacks = Stacks(grammar)
     inside = sorted(growing_rules(grammar))
-    known: dict[Stack | None, list[Stack | None]] = {}
     for rule in dict.fromkeys([grammar.root, *inside]):
-        walk = _Walk(grammar, rule, known)
-        walk.run()
-        work += walk.work
-        if work > _ALL_WORK:
-            raise GrammarError(
-                f"{len(inside):,} of the grammar's rules contain themselves: too many to be checked"
-            )
+        is_root = rule == grammar.root
+        where = "" if is_root else f" from {named(grammar, rule)} on"
+        walk = _Walk(stacks, where, _LETTERS if is_root else _SURE)
+        walk.run(stacks.of_rule(rule))
+        _check_work(stacks, inside)
+    for rule, alternative, index in _others(grammar, stacks.met):
+        if (rule, alternative, index) not in stacks.met:
+            walk = _Walk(stacks, f" within {named(grammar, rule)}", 0)
+            walk.run([stacks.at(rule, alternative, index)])
+            _check_work(stacks, inside)
+
+
+def _others(grammar: Grammar, met: set[Place]) -> list[Place]:
+    """Return the places that were not met and begin with a rule, one of each look."""
+    places = [
+        (rule, alternative, index)
+        for rule, alternatives in enumerate(grammar.rules)
+        for alternative, elements in enumerate(alternatives)
+        for index, element in enumerate(elements)
+        if isinstance(element, Ref) and (rule, alternative, index) not in met
+    ]
+    if len(places) < _FEW:
+        return places
+    looks = [0] * len(grammar.rules)
+    for _ in range(_DEPTH):
+        looks = [hash(tuple(_look(each, looks) for each in rule)) for rule in grammar.rules]
+    found: dict[int, Place] = {}
+    for place in places:
+        rule, alternative, index = place
+        found.setdefault(_look(grammar.rules[rule][alternative][index:], looks), place)
+    return list(found.values())
+
+
+def _look(elements: tuple[Element, ...], looks: list[int]) -> int:
+    """Return a number for what some elements match, as far down as that of rules tells."""
+    return hash(tuple(looks[e.rule] if isinstance(e, Ref) else e for e in elements[:_LETTERS]))
+
+
+def _check_work(stacks: Stacks, inside: list[int]) -> None:
+    if stacks.work > _WORK:
+        raise GrammarError(
+            "the grammar can go on in too many ways to be checked; "
+            f"{len(inside):,} of its rules contain themselves"
+        )
 
 
 class _Walk:
-    def __init__(
-        self, grammar: Grammar, begin: int, known: dict[Stack | None, list[Stack | None]]
-    ) -> None:
-        self._known = known
-        self._rules = grammar.rules
-        self._begin = begin
-        name = grammar.names[begin].partition("_")[0]
-        self._where = "" if begin == grammar.root else f" from {name!r} on"
-        self._is_inner = begin != grammar.root
+    """Follows texts from one place.
+
+    Args:
+        stacks: Of the grammar.
+        where: What messages say of the place.
+        n_sure: Letters after which it ends if none could be matched in two ways.
+    """
+
+    def __init__(self, stacks: Stacks, where: str, n_sure: int) -> None:
+        self._stacks = stacks
+        self._where = where
+        self._n_sure = n_sure
         self._has_choice = False
-        self._text = ""
-        self.work = 0
 
-    def run(self) -> None:
-        begin = self._begin
-        ways: Ways = Counter(
-            (begin, index, 0, None) if elements else None
-            for index, elements in enumerate(self._rules[begin])
-        )
-        ways = self._advance(ways)
+    def run(self, begin: list[Stack]) -> None:
+        """Follow them from some stacks.
+
+        Raises:
+            GrammarError: When there are too many ways after one.
+        """
+        texts = [("", self._advance(((stack, 1) for stack in begin), ""))]
+        sizes: list[int] = []
         for n_letters in range(_LETTERS):
-            tried = [(self._after(_once(ways), code), code) for code in self._letters(ways)]
-            if not tried or self.work > _WORK:
-                return
-            if n_letters == _SURE and not self._has_choice and self._is_inner:
-                return
-            ways, code = max(tried, key=lambda item: len(item[0]))
-            self._text += chr(code)
-            self._run_of(ways, code)
+            found: dict[frozenset[Stack], tuple[str, Ways]] = {}
+            for text, ways in texts:
+                codes = self._letters(ways)
+                if n_letters >= self._n_sure and not self._has_choice:
+                    return
+                for code in codes:
+                    after = self._after(_once(ways), code, text)
+                    found.setdefault(frozenset(after), (text + chr(code), after))
+                if self._stacks.work > _WORK:
+                    return
+            texts = sorted(found.values(), key=lambda each: len(each[1]), reverse=True)[:_TEXTS]
+            for text, ways in texts:
+                self._run_of(ways, text)
+            sizes.append(len(texts[0][1]) if texts else 0)
+            if sizes[-1] > _MANY:
+                texts = texts[:1]
+                if n_letters >= _SLOW and sizes[-1] <= sizes[-1 - _SLOW]:
+                    return
 
-    def _run_of(self, ways: Ways, code: int) -> None:
-        """Follow a run of one letter, and count each way through it."""
-        text = self._text
+    def _run_of(self, ways: Ways, text: str) -> None:
+        """Follow a run of a text's last letter, and count each way through it."""
         ways = _once(ways)
-        for _ in range(_RUN):
-            ways = self._after(ways, code)
-            if not ways or self.work > _WORK:
+        code = ord(text[-1])
+        n_begin = len(ways)
+        for n_letters in range(_RUN):
+            before = ways
+            ways = self._after(ways, code, text)
+            if not ways or ways == before or self._stacks.work > _WORK:
                 break
-            self._text += chr(code)
-        self._text = text
+            if n_letters >= _SLOW and ways.total() <= n_begin:
+                break
+            text += chr(code)
 
     def _letters(self, ways: Ways) -> list[int]:
-        """Return the letters that fit most of the stacks."""
-        heads: Counter[Chars] = Counter()
-        for stack in ways:
-            if stack is not None and isinstance(element := self._top(stack), Chars):
-                heads[element] += 1
-        codes: Counter[int] = Counter()
-        some = {code for chars in heads for code in _letters(chars)}
+        """Return letters that fit most of the stacks, one of those that fit the same."""
+        heads = Counter(top for stack in ways if isinstance(top := self._stacks.top(stack), Chars))
+        single: Counter[int] = Counter()
+        classes: list[tuple[Chars, int]] = []
+        for chars, n in heads.items():
+            if len(chars.ranges) == 1 and not chars.negated and len(set(chars.ranges[0])) == 1:
+                single[chars.ranges[0][0]] += n
+            else:
+                classes.append((chars, n))
+        some = {code for chars, _ in classes for code in _letters(chars)}
+        some |= {code for code, _ in single.most_common(_CODES)}
+        fits: dict[tuple[int, ...], tuple[int, int]] = {}
         for code in sorted(some)[:_CODES]:
-            codes[code] = sum(n for chars, n in heads.items() if chars.matches(code))
-            self._has_choice |= codes[code] > 1
-        return [code for code, _ in codes.most_common(_TRIED)]
+            matching = [index for index, (chars, _) in enumerate(classes) if chars.matches(code)]
+            n_fit = single[code] + sum(classes[index][1] for index in matching)
+            alone = (-1 - code,) if single[code] else ()
+            fits.setdefault((*alone, *matching), (n_fit, code))
+        self._stacks.work += len(some) * len(classes) // _CODES
+        best = sorted(fits.values(), key=lambda each: each[0], reverse=True)
+        best = best[: _TRIED if len(ways) <= _MANY else _TRIED // 2]
+        self._has_choice |= any(n_fit > 1 for n_fit, _ in best)
+        return [code for _, code in best]
 
-    def _top(self, stack: Stack) -> Chars | Token | Ref:
-        rule, alternative, index, _ = stack
-        return self._rules[rule][alternative][index]
+    def _after(self, ways: Ways, code: int, text: str) -> Ways:
+        """Return the stacks after one more letter."""
+        matching = [
+            (self._stacks.below(stack), n_ways)
+            for stack, n_ways in ways.items()
+            if isinstance(top := self._stacks.top(stack), Chars) and top.matches(code)
+        ]
+        return self._advance(matching, text + chr(code))
 
-    def _after(self, ways: Ways, code: int) -> Ways:
-        """Return the stacks after a letter."""
-        matching: Ways = Counter()
-        for stack, n_ways in ways.items():
-            if stack is None:
-                continue
-            element = self._top(stack)
-            if isinstance(element, Chars) and element.matches(code):
-                matching[self._next(stack)] += n_ways
-        return self._advance(matching)
-
-    def _next(self, stack: Stack) -> Stack | None:
-        """Return the stack without its top."""
-        rule, alternative, index, after = stack
-        if index + 1 < len(self._rules[rule][alternative]):
-            return (rule, alternative, index + 1, after)
-        return after
-
-    def _advance(self, ways: Ways) -> Ways:
+    def _advance(self, ways: Iterable[tuple[Stack, int]], text: str) -> Ways:
         """Return the stacks with a letter or a token on top that these lead to."""
         found: Ways = Counter()
         total = 0
-        for stack, n_ways in ways.items():
-            for following in self._leads_to(stack):
+        for stack, n_ways in ways:
+            for following in self._stacks.leads_to(stack):
                 found[following] += n_ways
                 total += n_ways
                 if total > MOST_WAYS:
-                    self._fail()
+                    self._fail(text)
         return found
 
-    def _leads_to(self, begin: Stack | None) -> list[Stack | None]:
-        found = self._known.get(begin)
-        self.work += 1
-        if found is not None:
-            return found
-        found, todo, seen = [], [begin], {begin}
-        while todo:
-            self.work += 1
-            stack = todo.pop()
-            element = None if stack is None else self._top(stack)
-            if stack is None or not isinstance(element, Ref):
-                found.append(stack)
-                if len(found) > MOST_WAYS:
-                    self._fail()
-                continue
-            after = self._next(stack)
-            for index, elements in enumerate(self._rules[element.rule]):
-                following = (element.rule, index, 0, after) if elements else after
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-        self._known[begin] = found
-        return found
-
-    def _fail(self) -> None:
-        text = f"after {self._text!r}" if self._text else "at its begin"
+    def _fail(self, text: str) -> None:
+        after = f"after {text!r}" if text else "at its begin"
         raise GrammarError(
-            f"the grammar is too ambiguous{self._where}: {text} it can go on in more than "
+            f"the grammar is too ambiguous{self._where}: {after} it can go on in more than "
             f"{MOST_WAYS:,} ways"
         )
 

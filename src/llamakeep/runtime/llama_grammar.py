@@ -14,6 +14,7 @@ the grammar cannot. So triggers are found here.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
@@ -42,6 +43,10 @@ _MOST_TRIES: Final = 32
 """Tokens that may be refused in turn because a trigger ends in them as the grammar cannot go on."""
 _MOST_ASKED: Final = 256
 """Tokens that are followed one by one, of those that may be allowed where tokens are named."""
+_MOST_SECONDS: Final = 0.5
+"""How long llama.cpp may take to test tokens or accept one; some grammars double it each time."""
+_TOKEN_SECONDS: Final = 20e-6
+"""How much longer for each token that is tested."""
 
 
 class Candidates:
@@ -91,9 +96,11 @@ class Matcher:
         vocab: The native vocabulary; it must live while this is used, except for `close`.
         vocabulary: The same.
         candidates: Room for all tokens; what it holds is lost at each call.
+        clock: Returns seconds in which this thread worked.
 
     Raises:
-        GrammarError: When llama.cpp does not take the grammar, or it names a token that is none.
+        GrammarError: When llama.cpp does not take the grammar, or it names a token that is none;
+            from each method, when a token takes too long: the next one would take longer.
     """
 
     def __init__(
@@ -103,7 +110,9 @@ class Matcher:
         vocab: Any,
         vocabulary: Vocabulary,
         candidates: Candidates,
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._vocabulary = vocabulary
         self._tokens = tokens = vocabulary.grammar_tokens
         self._candidates = candidates
@@ -140,7 +149,9 @@ class Matcher:
             if self._follower is not None:
                 self._follower.accept(token, letters)
             self._unfinished = rest
+        began = self._clock()
         llama_cpp.llama_sampler_accept(self._sampler, token)
+        self._check_time(began, 1)
 
     @property
     def is_complete(self) -> bool:
@@ -168,9 +179,19 @@ class Matcher:
         if not asked.size:
             return asked
         self._candidates.fill(asked, 0.0)
+        began = self._clock()
         self._candidates.apply(self._sampler)
+        self._check_time(began, asked.size)
         left: Tokens = asked[self._candidates.left(asked.size)]
         return left
+
+    def _check_time(self, began: float, n_tokens: int) -> None:
+        took = self._clock() - began
+        if took > _MOST_SECONDS + n_tokens * _TOKEN_SECONDS:
+            raise GrammarError(
+                f"the grammar is too ambiguous here: llama.cpp took {took * 1000:,.0f} ms for "
+                f"{n_tokens:,} tokens"
+            )
 
     # -- letters that a token leaves unfinished ----------------------------------------------------
 
@@ -253,6 +274,7 @@ class ConstrainedSampler(LlamaSampler):
         vocabulary: The model's.
         output: Returns the logits of an output, where they lie; raises when there are none.
         context: Returns the native context; raises when it is closed.
+        clock: Returns seconds in which this thread worked.
 
     Raises:
         GrammarError: As `Matcher`.
@@ -267,7 +289,9 @@ class ConstrainedSampler(LlamaSampler):
         vocabulary: Vocabulary,
         output: Callable[[int], Logits],
         context: Callable[[], Any],
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        self._clock = clock
         n_vocab = vocabulary.n_vocab
         super().__init__(sampling, settled, n_vocab=n_vocab, output=output, context=context)
         self._vocabulary = vocabulary
@@ -283,7 +307,12 @@ class ConstrainedSampler(LlamaSampler):
     def _begin(self) -> Matcher:
         with self._vocabulary.reading() as vocab:
             return Matcher(
-                self._grammar, self._rules, vocab, self._vocabulary, self._candidates
+                self._grammar,
+                self._rules,
+                vocab,
+                self._vocabulary,
+                self._candidates,
+                self._clock,
             )
 
     def sample(self, index: int) -> int:
