@@ -152,6 +152,16 @@ def test_a_stack_may_be_deep() -> None:
     assert not follower.goes_on(0, "yy")
 
 
+def test_what_may_come_behind_a_letter_is_known() -> None:
+    follower = Follower(parse('root ::= [a-z] (root | "x" later)? .*\nlater ::= !<[3]>'), {})
+    assert follower.others_later()
+    assert follower.others_here() is None
+    follower.accept(9, "ax")
+    assert follower.others_here() == {3}
+    follower.accept(9, "!")
+    assert not follower.others_later()
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from llamakeep.errors import GrammarError
 from llamakeep.gbnf.recursion import MOST_WAYS
-from llamakeep.gbnf.rules import Chars, Grammar, Ref, Token
-from llamakeep.gbnf.stacks import Stack, Stacks
+from llamakeep.gbnf.rules import Chars, Element, Grammar, Ref, Token
+from llamakeep.gbnf.stacks import DONE, Stack, Stacks
 
 
 class Follower:
@@ -27,6 +27,7 @@ class Follower:
         self._named = named
         self._names_other = _rules_with_others(grammar)
         self._all = Stacks(grammar)
+        self._with_others = {DONE: False}
         self._stacks = self._advance(self._all.of_rule(grammar.root))
 
     def goes_on(self, token: int, letters: str) -> bool:
@@ -57,12 +58,26 @@ class Follower:
     def others_later(self) -> bool:
         """Whether `any token but` one may come behind a character that can come now."""
         return any(
-            (isinstance(element, Token) and element.negated)
-            or (isinstance(element, Ref) and element.rule in self._names_other)
+            self._has_others(stack)
             for stack in self._stacks
             if isinstance(self._all.top(stack), Chars)
-            for element in self._all.elements(stack)
         )
+
+    def _has_others(self, stack: Stack) -> bool:
+        passed: list[Stack] = []
+        while (found := self._with_others.get(stack)) is None:
+            passed.append(stack)
+            elements, stack = self._all.parts(stack)
+            if any(map(self._is_others, elements)):
+                found = True
+                break
+        self._with_others |= dict.fromkeys(passed, found)
+        return found
+
+    def _is_others(self, element: Element) -> bool:
+        if isinstance(element, Ref):
+            return element.rule in self._names_other
+        return isinstance(element, Token) and element.negated
 
     def _after(self, token: int, letters: str) -> tuple[Stack, ...]:
         """Return the stacks after a token: named as a whole, or read by its letters alone."""

@@ -63,13 +63,10 @@ class Stacks:
             return self.at(rule, alternative, index + 1, below)
         return below
 
-    def elements(self, stack: Stack) -> list[Element]:
-        """Return all that is left to be matched, in turn."""
-        found: list[Element] = []
-        while stack != DONE:
-            rule, alternative, index, stack = self._frames[stack]
-            found += self._rules[rule][alternative][index:]
-        return found
+    def parts(self, stack: Stack) -> tuple[tuple[Element, ...], Stack]:
+        """Return what is left of the alternative on top, and the stack below it."""
+        rule, alternative, index, below = self._frames[stack]
+        return self._rules[rule][alternative][index:], below
 
     def leads_to(self, begin: Stack) -> tuple[Stack, ...]:
         """Return the stacks with a character or a token on top, or none, that a stack leads to."""

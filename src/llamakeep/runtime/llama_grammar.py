@@ -189,7 +189,7 @@ class Matcher:
         took = self._clock() - began
         if took > _MOST_SECONDS + n_tokens * _TOKEN_SECONDS:
             raise GrammarError(
-                f"the grammar is too ambiguous here: llama.cpp took {took * 1000:,.0f} ms for "
+                f"the grammar is too ambiguous here: to follow it took {took * 1000:,.0f} ms for "
                 f"{n_tokens:,} tokens"
             )
 
@@ -235,7 +235,10 @@ class Matcher:
             # else any but the named can stand here as a whole
         followed = asked if asked.sum() <= _MOST_ASKED + is_named.sum() else is_named
         kept = ~asked
-        kept[followed] = [self._is_whole(token) for token in tokens[followed].tolist()]
+        began = self._clock()
+        for index in np.flatnonzero(followed).tolist():
+            kept[index] = self._is_whole(int(tokens[index]))
+            self._check_time(began, int(followed.sum()))
         found: Tokens = tokens[kept]
         return found
 
