@@ -467,3 +467,22 @@ def test_listed_numbers_may_be_of_any_size(value: float) -> None:
         assert compile_schema({"type": "integer", "enum": [value]})
     else:
         check({"type": "number", "enum": [value]}, 1, 40)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}},
+        {"anyOf": [{"type": "string", "maxLength": n + 1} for n in range(300)]},
+        {"type": "array", "items": {"type": "string", "maxLength": 1 << 20}},
+        {
+            "anyOf": [
+                properties(kind={"const": f"v{n}"}, x={"type": "string"}) | {"required": ["kind"]}
+                for n in range(400)
+            ]
+        },
+    ],
+    ids=["optional", "lengths", "long", "kinds"],
+)
+def test_what_is_large_and_harmless_is_taken(schema: Any) -> None:
+    assert check_grammar(compile_schema(schema)).ends

@@ -68,8 +68,7 @@ def check_grammar(text: str) -> CheckedGrammar:
 
 def _check(text: str) -> CheckedGrammar:
     grammar = parse(text)
-    check_left(grammar)
-    check_growth(grammar)
+    check_growth(grammar, check_left(grammar))
     return CheckedGrammar(
         text,
         "\0".join(sorted(grammar.literals)),

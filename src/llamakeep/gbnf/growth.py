@@ -14,7 +14,7 @@ grammar that was made to hide it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
 from llamakeep.errors import GrammarError
@@ -49,8 +49,12 @@ _DEPTH: Final = 4
 Ways: TypeAlias = "Counter[Stack]"
 
 
-def check_growth(grammar: Grammar) -> None:
+def check_growth(grammar: Grammar, begins: Mapping[int, int]) -> None:
     """Raise for a grammar that can be followed in too many ways at once.
+
+    Args:
+        grammar: It was read.
+        begins: In how many ways each rule can begin; the places with the most are tried first.
 
     Raises:
         GrammarError: With a text after which it can, or because finding out would take too long.
@@ -63,32 +67,51 @@ def check_growth(grammar: Grammar) -> None:
         walk = _Walk(stacks, where, _LETTERS if is_root else _SURE)
         walk.run(stacks.of_rule(rule))
         _check_work(stacks, inside)
-    for rule, alternative, index in _others(grammar, stacks.met):
-        if (rule, alternative, index) not in stacks.met:
-            walk = _Walk(stacks, f" within {named(grammar, rule)}", 0)
-            walk.run([stacks.at(rule, alternative, index)])
-            _check_work(stacks, inside)
+    rests = _rests(grammar)
+    covered = {rests[place] for place in stacks.met if place in rests}
+    for place in _others(grammar, rests, covered, begins):
+        if rests[place] in covered:
+            continue
+        stacks.met.clear()
+        walk = _Walk(stacks, f" within {named(grammar, place[0])}", 0)
+        walk.run([stacks.at(*place)])
+        covered |= {rests[met] for met in stacks.met if met in rests}
+        _check_work(stacks, inside)
 
 
-def _others(grammar: Grammar, met: set[Place]) -> list[Place]:
-    """Return the places that were not met and begin with a rule, one of each look."""
-    places = [
-        (rule, alternative, index)
-        for rule, alternatives in enumerate(grammar.rules)
-        for alternative, elements in enumerate(alternatives)
-        for index, element in enumerate(elements)
-        if isinstance(element, Ref) and (rule, alternative, index) not in met
-    ]
-    if len(places) < _FEW:
-        return places
-    looks = [0] * len(grammar.rules)
-    for _ in range(_DEPTH):
-        looks = [hash(tuple(_look(each, looks) for each in rule)) for rule in grammar.rules]
-    found: dict[int, Place] = {}
-    for place in places:
-        rule, alternative, index = place
-        found.setdefault(_look(grammar.rules[rule][alternative][index:], looks), place)
-    return list(found.values())
+def _rests(grammar: Grammar) -> dict[Place, int]:
+    """Return a number for what is left from each place with a rule on, the same for the same."""
+    numbers: dict[tuple[Element, int], int] = {}
+    found: dict[Place, int] = {}
+    for rule, alternatives in enumerate(grammar.rules):
+        for alternative, elements in enumerate(alternatives):
+            rest = -1
+            for index in range(len(elements) - 1, -1, -1):
+                rest = numbers.setdefault((elements[index], rest), len(numbers))
+                if isinstance(elements[index], Ref):
+                    found[rule, alternative, index] = rest
+    return found
+
+
+def _others(
+    grammar: Grammar, rests: Mapping[Place, int], covered: set[int], begins: Mapping[int, int]
+) -> list[Place]:
+    """Return the places that are not covered, one of each look, most ways to go on first."""
+
+    def n_ways(place: Place) -> int:
+        element = grammar.rules[place[0]][place[1]][place[2]]
+        return begins[element.rule] if isinstance(element, Ref) else 0
+
+    places = {rest: place for place, rest in rests.items() if rest not in covered}.values()
+    if len(places) >= _FEW:
+        looks = [0] * len(grammar.rules)
+        for _ in range(_DEPTH):
+            looks = [hash(tuple(_look(each, looks) for each in rule)) for rule in grammar.rules]
+        places = {
+            _look(grammar.rules[rule][alternative][index:], looks): (rule, alternative, index)
+            for rule, alternative, index in places
+        }.values()
+    return sorted(places, key=n_ways, reverse=True)
 
 
 def _look(elements: tuple[Element, ...], looks: list[int]) -> int:

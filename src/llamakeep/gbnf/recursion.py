@@ -19,8 +19,11 @@ _ALL_WAYS: Final = 1 << 21
 """How many there may be of all rules; llama.cpp follows each once, in about 20 ns."""
 
 
-def check_left(grammar: Grammar) -> None:
+def check_left(grammar: Grammar) -> dict[int, int]:
     """Raise for a grammar that refers to itself on the left, or almost does.
+
+    Returns:
+        In how many ways each rule can begin.
 
     Raises:
         GrammarError: With the name of a rule.
@@ -50,6 +53,7 @@ def check_left(grammar: Grammar) -> None:
             f"the grammar's rules can begin in more than {_ALL_WAYS:,} ways, "
             f"{named(grammar, most)} in the most of them"
         )
+    return begins
 
 
 def named(grammar: Grammar, rule: int) -> str:

@@ -22,7 +22,7 @@ class Stacks:
         grammar: It was read.
 
     Attributes:
-        met: Each place that was on top.
+        met: Each place that came to be on top; whoever reads it may empty it.
         work: Steps so far, of about 1 us.
     """
 
