@@ -24,6 +24,7 @@ from llamakeep.sampling import Sampling
 from llamakeep.stores.fake import FakeTier
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.tiered import TieredStore
+from llamakeep.tokens import as_tokens
 from tests.engine_tools import (
     GREEDY,
     N_VOCAB,
@@ -104,9 +105,9 @@ def test_a_common_beginning_is_evaluated_once_by_those_that_come_together(family
     system = span(400, 1)
     prompts = [join(system, span(20 + seed, 2 + seed)) for seed in range(3)]
     with engine_of(family) as engine:
-        hold = ask(engine, span(40, 99), 60)  # so that all three are there before one begins
-        assert hold.begun.wait(60)
-        heard = [ask(engine, prompt, 6) for prompt in prompts]
+        heard = [Heard() for _ in prompts]
+        requests = [Request(as_tokens(prompt), 6, GREEDY) for prompt in prompts]
+        engine.submit_all(list(zip(requests, heard, strict=True)))  # before one begins
         evaluated = [one.wait().timings.prompt_n for one in heard]
         for prompt, one in zip(prompts, heard, strict=True):
             assert one.tokens == cold(family, prompt, 6)

@@ -52,6 +52,7 @@ class Job:
         n_tries: How often it had to begin again because a sequence was lost.
         sent_back_at: How many jobs had ended when it had to leave its slot for want of cells; -1 if
             it had not. It begins again when another one has ended since.
+        is_patient: It has waited for another one to evaluate what both begin with.
         cancelled: Nobody wants more of it; may be set from any thread.
         ended: It has been told its end.
         n_held: Tokens that its slot held when it left it.
@@ -74,6 +75,7 @@ class Job:
         self.has_new_line = False
         self.n_tries = 0
         self.sent_back_at = -1
+        self.is_patient = False
         self.cancelled = False
         self.ended = False
         self.n_held = 0

@@ -28,7 +28,7 @@ logger = logging.getLogger("llamakeep")
 _TRIES = 3
 """How often a request may begin because its sequence was lost."""
 _WORTH_WAITING = 64
-"""Tokens of a common beginning for which a prompt waits until another has evaluated them."""
+"""Tokens of a common beginning for which a prompt begins to wait until they are evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class Scheduler:
             if not self.cells.fit(job):
                 break
             if self._is_coming(job):
+                job.is_patient = True
                 n_patient += 1
                 if n_patient > len(self.slots):
                     break  # to look at all of a long queue each time would cost too much
@@ -163,7 +164,7 @@ class Scheduler:
             if shared <= max(done, _WORTH_WAITING):
                 continue
             saved = self._keeping.worth_waiting(slot.slot_id, known, shared)
-            if saved >= _WORTH_WAITING:
+            if saved >= (1 if job.is_patient else _WORTH_WAITING):  # the last few come next
                 return True
         return False
 
