@@ -506,6 +506,18 @@ def test_a_keeper_explains_its_requests(family: str, tiny_llama: Callable[..., A
         keeper.detach()
 
 
+def test_a_change_near_the_beginning_is_compared_with_the_same_talk() -> None:
+    rest = span(200, 9)
+    with engine_of(n_seqs=1) as engine:
+        ask(engine, join(span(40, 1), [7], rest), 1, label="yesterday").wait()
+        for n in range(3):
+            ask(engine, join(span(40, 1), span(60, 20 + n)), 1, label=f"other {n}").wait()
+        ask(engine, join(span(40, 1), [8], rest), 1, label="today").wait()
+        found = engine.explain("today")
+    assert found is not None
+    assert (found.before_id, found.token_index) == ("yesterday", 40)
+
+
 def test_bodies_are_bounded_with_the_rest() -> None:
     history = History(capacity_bytes=10_000)
     for number in range(1, 30):

@@ -144,9 +144,8 @@ def test_rates_are_of_the_last_requests() -> None:
 
 def test_what_is_kept_is_read_when_somebody_asks() -> None:
     stats = dict(STATS)
-    metrics = Metrics()
-    assert ("llamakeep_used_bytes", ("ram",)) not in samples(metrics)
-    metrics.read_from(lambda: stats)
+    assert ("llamakeep_used_bytes", ("ram",)) not in samples(Metrics())
+    metrics = Metrics(lambda: stats)
     assert samples(metrics)["llamakeep_used_bytes", ("ram",)] == 100
     stats["used_bytes"] = 200
     assert samples(metrics)["llamakeep_used_bytes", ("ram",)] == 200

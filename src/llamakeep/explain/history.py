@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.explain.circumstances import Circumstances, Evicted
 from llamakeep.explain.evictions import Evictions, Held, deepest
@@ -297,19 +299,32 @@ class History:
         return (Difference("salt_id", served.namespace.hex()[:8], other.namespace.hex()[:8]),)
 
     def _best(self, served: Served, *, same: bool) -> tuple[Served | None, int]:
-        """Return the newest of the requests that share most with a prompt, and how much that is.
+        """Return the request that shares most with a prompt, and how much that is.
+
+        Of those that share as much, it is the one whose prompt ends most alike, then the newest: a
+        change near the beginning leaves as little in common with all of them.
 
         Args:
             served: The request.
             same: Look in its own namespace; else in all others.
         """
-        best, most = None, 0
+        found: list[Served] = []
+        most = 1
         for each in self._before(served):
             if (each.namespace == served.namespace) is same:
                 shared = common_prefix(each.held, served.prompt)
-                if shared >= most and shared:
-                    best, most = each, shared
-        return best, most
+                if shared > most:
+                    found, most = [], shared
+                if shared == most:
+                    found.append(each)
+        if not found:
+            return None, 0
+        end = np.ascontiguousarray(served.prompt[::-1])
+
+        def ends_alike(each: Served) -> int:
+            return common_prefix(np.ascontiguousarray(each.prompt[::-1]), end)
+
+        return max(reversed(found), key=ends_alike), most
 
     def _before(self, served: Served) -> Iterable[Served]:
         """Return those that ended before it; none if it is forgotten itself."""

@@ -110,7 +110,7 @@ class Metrics(Observer):
     """The counts of one server, in a registry of its own. From any thread.
 
     Args:
-        stats: The engine's `stats`; None until there is one, see `read_from`.
+        stats: The engine's `stats`; None for none.
         settle: Called before figures are shown: tells of what has ended.
     """
 
@@ -150,10 +150,6 @@ class Metrics(Observer):
         self._first = histogram("first_token", "From the request to its first token.", _SLOW_S)
         self._collector = _Collector(stats)
         self.registry.register(self._collector)
-
-    def read_from(self, stats: Callable[[], Mapping[str, Any]]) -> None:
-        """Read what is kept, and who waits, from an engine's `stats` from now on."""
-        self._collector.stats = stats
 
     def answered(self, path: str, status: int) -> None:
         """Count an HTTP request by its path and status."""

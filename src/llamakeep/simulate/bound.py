@@ -41,7 +41,6 @@ class Belady:
         self._kept: dict[int, tuple[int, int]] = {}  # tokens and next use, by block
         self._heap: list[tuple[int, int, int]] = []  # -next use, -depth, block; some are outdated
         self._used_tokens = 0
-        self._fresh_tokens = 0
         self.evicted_tokens = 0
 
     @property
