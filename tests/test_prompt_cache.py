@@ -636,14 +636,14 @@ def test_in_keep_the_deepest_position_that_can_be_resumed_decides() -> None:
     put(cache, span(20), 10, listed([4], 5, span(20)))  # whole: 20
     put(cache, deep, 10, listed([8, 12], 5, deep))  # shares 30, resumes at 12
     at_end, rolling = cache
-    assert at_end.reach(span(40), 39) == 20
-    assert at_end.reach(span(40), 19) == 4  # its end is out of reach
-    assert rolling.reach(span(40), 39) == 12
-    assert rolling.reach(array(1), 0) == 0
+    assert at_end.reach(20, 39) == 20
+    assert at_end.reach(20, 19) == 4  # its end is out of reach
+    assert rolling.reach(30, 39) == 12
+    assert rolling.reach(1, 0) == 0
     assert rolling.marginal_tokens == 60 - 20  # the other one resumes at 20 of its tokens
     assert at_end.marginal_tokens == 20 - 12
     plain = Entry(span(9), 1)
-    assert plain.reach(span(5), 4) == 4
+    assert plain.reach(5, 4) == 4
     assert plain.marginal_tokens == 9
 
 

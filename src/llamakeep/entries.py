@@ -12,7 +12,7 @@ import numpy as np
 from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.listed import ListedCheckpoint, deepest_of, prefixes_of, state_at
 from llamakeep.states import Checkpoint
-from llamakeep.tokens import IntArray, common_prefix
+from llamakeep.tokens import IntArray
 from llamakeep.wholes import Whole
 
 
@@ -152,13 +152,17 @@ class Entry:
         """Tokens that no other entry could resume: what losing this one would cost."""
         return self.marginal(self) if self.marginal is not None else self.n_tokens
 
-    def reach(self, prompt: IntArray, limit: int) -> int:
-        """Return how many tokens of `prompt`, at most `limit`, can be resumed from this entry.
+    def reach(self, n_shared: int, limit: int) -> int:
+        """Return how many tokens of a prompt, at most `limit`, can be resumed from this entry.
 
         At any of its checkpoints, whatever the mode of the list they are from: what is loaded
         ends there, and is gone on with at its end.
+
+        Args:
+            n_shared: Leading tokens that the prompt shares with this entry.
+            limit: Tokens of it that may be reused.
         """
-        limit = min(limit, common_prefix(self.tokens, prompt))
+        limit = min(limit, n_shared)
         if not self.rolling or limit == self.n_tokens:
             return limit
         found = deepest_of(self.own_checkpoints(), limit)

@@ -73,7 +73,13 @@ Emit: TypeAlias = Callable[[Event], None]
 
 def log(event: Event) -> None:
     """Write the event's line to the logger ``llamakeep``, at level INFO."""
-    logger.info("%s", event.line())
+    if is_logged():
+        logger.info("%s", event.line())
+
+
+def is_logged() -> bool:
+    """Return whether `log` writes anything."""
+    return logger.isEnabledFor(logging.INFO)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ import psutil
 from llamakeep.budget import ByteBudget
 from llamakeep.checkpoint_list import CheckpointList
 from llamakeep.entries import Allocated, Entry, Loaded, Loading, Saving, ratio, reason
+from llamakeep.entry_list import EntryList
 from llamakeep.errors import IntegrityError, InvalidValue, StateError, whole_number
 from llamakeep.events import (
     AllocationFailed,
@@ -55,6 +56,7 @@ from llamakeep.events import (
     ObsoleteRemoved,
     OverLimitSkipped,
     SavingPrompt,
+    is_logged,
     log,
 )
 from llamakeep.policy import Policy, get_policy
@@ -74,6 +76,9 @@ LEAST_KEEP: Final = 0.25
 """llama-server takes no entry of which less than this share would be reused."""
 SHRINK: Final = 0.4
 """What is left of the cache as its limit after an allocation failed."""
+_FAR_BELOW: Final = round(1 / LEAST_KEEP) + 1
+"""An entry that is longer than what it shares by this factor is below that share, in any
+precision."""
 _LEVELS: Final[tuple[KeepCheckpoints, ...]] = ("all", "last", "none")
 
 
@@ -90,6 +95,8 @@ class PromptCache:
         policy: Which entry goes first, a name of the kind ``prompts`` or an object.
         mode: `upstream` or `keep`.
         checkpoints: How many of a slot's checkpoints go into an entry: all, the last, none.
+        lists_entries: Whether each update reports every entry, as llama-server's log does. That is
+            a pass over them for each request; nothing else is.
         refresh_on_hit: A hit makes the entry the youngest, for policies that go by age too. For
             mode `keep`: an entry that moves out has no age.
         emit: Takes events.
@@ -114,6 +121,7 @@ class PromptCache:
         policy: str | Policy = "oldest",
         mode: CacheMode = "upstream",
         checkpoints: KeepCheckpoints = "all",
+        lists_entries: bool = True,
         refresh_on_hit: bool = False,
         emit: Emit = log,
         clock: Callable[[], float] = time.monotonic,
@@ -134,11 +142,12 @@ class PromptCache:
         self._limit_bytes = limit_bytes
         self._budget = ByteBudget(limit_bytes)
         self._keep_checkpoints: KeepCheckpoints = checkpoints
+        self._lists_entries = lists_entries
         self._refresh_on_hit = refresh_on_hit
         self._emit_to = emit
         self._heard_by: Emit | None = None
         self._clock = clock
-        self._entries: list[Entry] = []
+        self._entries = EntryList()
         self._pending: Entry | None = None
         self._sequence = 0
 
@@ -153,8 +162,8 @@ class PromptCache:
         return True
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield the entries, oldest first."""
-        return iter(tuple(self._entries))
+        """Yield the entries that are there now, oldest first."""
+        return iter(self._entries)
 
     @property
     def enabled(self) -> bool:
@@ -179,7 +188,7 @@ class PromptCache:
     @property
     def n_tokens(self) -> int:
         """Tokens of all entries."""
-        return sum(entry.n_tokens for entry in self._entries)
+        return self._entries.n_tokens
 
     def _emit(self, event: Event) -> None:
         if self._heard_by is not None:
@@ -322,7 +331,7 @@ class PromptCache:
             return Allocated(Saving.NOTHING)
         new = Entry(tokens, 0, rolling=rolling, namespace=namespace)
         fits, fewer = self._fit(new, state_bytes + draft_bytes, checkpoints)
-        if any(self._contains(entry, new) for entry in self._entries):
+        if any(self._is_enough(entry, new) for entry in self._entries.containing(new)):
             self._count("cached")
             self._emit(AlreadyCached())
             return Allocated(Saving.CACHED)
@@ -332,7 +341,7 @@ class PromptCache:
             return Allocated(Saving.REFUSED)
         if fewer:
             self._count("trimmed")
-        for entry in self:
+        for entry in self._entries.prefixes(new):
             if self._is_obsolete(entry, new):
                 self._count("obsolete")
                 self._emit(ObsoleteRemoved(entry.n_tokens))
@@ -366,7 +375,7 @@ class PromptCache:
         entry.sequence = self._sequence
         entry.marginal = self._marginal
         self._sequence += 1
-        self._entries.append(entry)
+        self._entries.add(entry)
         self._pending = None
         self._count("saved")
 
@@ -406,23 +415,13 @@ class PromptCache:
                 return True, level != levels[0]
         return False, False
 
-    def _contains(self, entry: Entry, new: Entry) -> bool:
-        """Return whether `entry` makes `new` needless."""
-        if entry.namespace != new.namespace:
-            return False
-        if common_prefix(entry.tokens, new.tokens) < new.n_tokens:
-            return False
+    def _is_enough(self, entry: Entry, new: Entry) -> bool:
+        """Return whether `entry`, which begins with all of `new`, makes it needless."""
         return self.mode == "upstream" or not entry.rolling or new.places() <= entry.places()
 
     def _is_obsolete(self, entry: Entry, new: Entry) -> bool:
-        """Return whether `new` makes `entry` needless."""
-        if entry.namespace != new.namespace:
-            return False
-        if common_prefix(entry.tokens, new.tokens) < entry.n_tokens:
-            return False
-        if self.mode == "upstream" or not entry.rolling:
-            return True
-        return entry.places() <= new.places()
+        """Return whether `new`, which begins with all of `entry`, makes that needless."""
+        return self.mode == "upstream" or not entry.rolling or entry.places() <= new.places()
 
     def _out_of_memory(self, error: MemoryError) -> None:
         """Do as llama-server when an allocation fails: less from now on."""
@@ -504,29 +503,56 @@ class PromptCache:
         """Return the best entry and how many of its tokens to restore."""
         common = common_prefix(held, prompt)
         keep = ratio(common, held.size) if held.size else -1.0
-        sim = ratio(common, prompt.size)
-        self._emit(LoadBase(keep, sim))
-        best, best_reach = None, reach
-        for entry in self._entries:
-            if entry.namespace != namespace:
-                continue
-            shared = common_prefix(entry.tokens, prompt)
-            its_keep, its_sim = ratio(shared, entry.n_tokens), ratio(shared, prompt.size)
-            if self.mode == "keep":
-                its_reach = entry.reach(prompt, most)
-                # Of two that reach as far the one used last is the likelier to be used again.
-                if its_reach < best_reach or (its_reach == best_reach and best is None):
-                    continue
-                if best and its_reach == best_reach and entry.last_used < best.last_used:
-                    continue
-                best_reach = its_reach
-            elif its_keep < LEAST_KEEP or its_keep <= keep or its_sim <= sim:
-                continue
-            best, keep, sim = entry, its_keep, its_sim
+        self._emit(LoadBase(keep, ratio(common, prompt.size)))
+        if self.mode == "upstream":
+            shared, best = self._best_by_ratios(common, keep, prompt, namespace)
+            n_tokens = best.n_tokens if best is not None else 0
+        else:
+            shared, best, n_tokens = self._deepest(reach, most, prompt, namespace)
         if best is not None:
-            self._emit(LoadFound(keep, sim))
-            return best, best_reach if self.mode == "keep" else best.n_tokens
-        return None, 0
+            self._emit(LoadFound(ratio(shared, best.n_tokens), ratio(shared, prompt.size)))
+        return best, n_tokens
+
+    def _best_by_ratios(
+        self, common: int, keep: float, prompt: IntArray, namespace: bytes
+    ) -> tuple[int, Entry | None]:
+        """Return llama-server's choice, and how much of the prompt it shares.
+
+        One entry after the other, oldest first, takes the place of the best so far if both its
+        ratios are above. So one that shares no more of the prompt than the slot need not be seen.
+        """
+        candidates = sorted(
+            (entry.sequence, shared, entry)
+            for shared, entry in self._entries.sharing(namespace, prompt, common + 1)
+            if entry.n_tokens <= shared * _FAR_BELOW
+        )
+        best, best_shared, sim = None, common, ratio(common, prompt.size)
+        for _, shared, entry in candidates:
+            if shared <= best_shared:
+                continue
+            its_keep, its_sim = ratio(shared, entry.n_tokens), ratio(shared, prompt.size)
+            if its_keep >= LEAST_KEEP and its_keep > keep and its_sim > sim:
+                best, best_shared, keep, sim = entry, shared, its_keep, its_sim
+        return best_shared, best
+
+    def _deepest(
+        self, reach: int, most: int, prompt: IntArray, namespace: bytes
+    ) -> tuple[int, Entry | None, int]:
+        """Return the entry that lets the most tokens be resumed, what it shares, and how many.
+
+        More than `reach`. Of two that reach as far the one used last is the likelier to be used
+        again.
+        """
+        best, best_shared, best_reach = None, 0, reach
+        for shared, entry in self._entries.sharing(namespace, prompt, reach + 1):
+            if min(shared, most) < best_reach:
+                break
+            its_reach = entry.reach(shared, most)
+            if its_reach < best_reach or (its_reach == best_reach and best is None):
+                continue
+            if best is None or its_reach > best_reach or _used_after(entry, best):
+                best, best_shared, best_reach = entry, shared, its_reach
+        return best_shared, best, best_reach
 
     def _restore(self, runtime: Runtime, seq_id: int, entry: Entry, n_tokens: int) -> None:
         if entry.state is None:
@@ -554,8 +580,6 @@ class PromptCache:
         if self._refresh_on_hit:
             entry.created, entry.sequence = entry.last_used, self._sequence
             self._sequence += 1
-            self._entries.remove(entry)
-            self._entries.append(entry)
 
     # -- keeping it small --------------------------------------------------------------------------
 
@@ -581,9 +605,17 @@ class PromptCache:
                 self.used_bytes, len(self._entries), self._limit_bytes, self.limit_tokens, limit
             )
         )
+        if not self._is_listed():
+            return
         for entry in self._entries:
             name, count = f"{entry.sequence:#x}", entry.n_checkpoints
             self._emit(CachedPrompt(entry.n_bytes, name, entry.n_tokens, count))
+
+    def _is_listed(self) -> bool:
+        """Return whether anybody hears of each entry, after each update."""
+        if not self._lists_entries:
+            return False
+        return self._heard_by is not None or self._emit_to is not log or is_logged()
 
     def _token_limit(self) -> int:
         """Return the limit on tokens that is in force."""
@@ -614,14 +646,8 @@ class PromptCache:
             raise
 
     def _marginal(self, entry: Entry) -> int:
-        """Return what no other entry could resume of this one. Costs one pass over the others."""
-        others = (other for other in self._entries if other is not entry)
-        reached = (
-            other.reach(entry.tokens, entry.n_tokens)
-            for other in others
-            if other.namespace == entry.namespace
-        )
-        return entry.n_tokens - max(reached, default=0)
+        """Return what no other entry could resume of this one."""
+        return entry.n_tokens - self._entries.reached_by_others(entry)
 
     def _count(self, what: str) -> None:
         self.counters[what] = self.counters.get(what, 0) + 1
@@ -641,7 +667,13 @@ class PromptCache:
             if held != entry.n_bytes:
                 raise IntegrityError(f"{entry!r} holds {held:,} bytes")
             total += held
+        self._entries.check()
         if total != self.used_bytes:
             raise IntegrityError(f"{self.used_bytes:,} bytes are counted, {total:,} are kept")
         if self._pending is None and total > self._limit_bytes:
             raise IntegrityError(f"{total:,} bytes are kept, above {self._limit_bytes:,}")
+
+
+def _used_after(one: Entry, other: Entry) -> bool:
+    """Return whether `one` was used after `other`; of equals the one behind in the list was."""
+    return (one.last_used, one.sequence) > (other.last_used, other.sequence)

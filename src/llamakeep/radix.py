@@ -413,6 +413,16 @@ def _first(step: tuple[int, object]) -> int:
     return step[0]
 
 
+def _values(entry: _Value[V] | _KeyNode[V]) -> Iterator[V]:
+    """Yield the values of all keys in an entry, which may be one."""
+    if not isinstance(entry, _KeyNode):
+        yield entry.value
+        return
+    for node in walk(entry):
+        for held in node.held:
+            yield held.value
+
+
 class RadixIndex(Generic[V]):
     """A map from token sequences to values that finds keys by prefix.
 
@@ -525,6 +535,49 @@ class RadixIndex(Generic[V]):
         if touch:
             self._touch(nodes, entry)
         return n_tokens, entry.value
+
+    def prefixes(self, tokens: TokensLike) -> list[tuple[int, V]]:
+        """Return every key that is wholly a prefix of `tokens`, the longest first.
+
+        Returns:
+            Their lengths and values. Costs what `descend` costs, and a step for each.
+        """
+        found: list[tuple[int, V]] = []
+        for node, point in reversed(descend(self._root, tokens).nodes):
+            n_held = bisect_right(node.held, point, key=_START)
+            found += [(held.start, held.value) for held in reversed(node.held[:n_held])]
+        return found
+
+    def sharing(self, tokens: TokensLike, least: int = 0) -> Iterator[tuple[int, V]]:
+        """Yield every key that shares at least `least` leading tokens with `tokens`.
+
+        Those that share more come first, others in no particular order. The index must not change
+        meanwhile.
+
+        Args:
+            tokens: What is looked for.
+            least: Keys that share less are not visited.
+
+        Returns:
+            How many tokens each shares, and its value. Costs what `descend` costs, a look at the
+            entries of the edges that the path leads along, and a visit of each key that is yielded.
+        """
+        followed: _KeyNode[V] | None = None
+        for node, point in reversed(descend(self._root, tokens).nodes):
+            if point < least:
+                return
+            beside: list[_Value[V] | _KeyNode[V]] = []
+            for entry in node.order:
+                if entry is followed or entry.start < least:
+                    continue
+                if entry.start < point:
+                    beside.append(entry)
+                else:
+                    yield from ((point, value) for value in _values(entry))
+            beside.sort(key=_START, reverse=True)
+            for entry in beside:
+                yield from ((entry.start, value) for value in _values(entry))
+            followed = node
 
     def contains(self, tokens: TokensLike) -> bool:
         """Return whether `tokens` is a key."""

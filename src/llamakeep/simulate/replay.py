@@ -241,7 +241,9 @@ class PromptDriver:
     ) -> None:
         self._runtime = runtime
         self.evicted_bytes = 0
-        self.cache = PromptCache(capacity_bytes, policy=policy, emit=self._hear, clock=clock)
+        self.cache = PromptCache(
+            capacity_bytes, policy=policy, lists_entries=False, emit=self._hear, clock=clock
+        )
         self._slots = Slots(runtime, self.cache, emit=_nobody, clock=clock)
 
     @property
