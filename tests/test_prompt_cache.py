@@ -323,6 +323,24 @@ def test_every_entry_is_listed_with_its_tokens_checkpoints_and_bytes() -> None:
     assert repr(next(iter(cache))) == "Entry(7 tokens, 2 checkpoints, 200 bytes)"
 
 
+def test_entries_are_listed_for_those_who_listen_alone(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Event] = []
+    cache = make(1000, lists_entries=False, emit=heard.append)
+    put(cache, span(7), 100)
+    cache.update()
+    assert [event.kind for event in heard] == ["cache_state"]
+    logged = PromptCache(1000)
+    put(logged, span(7), 100)
+    for level, n_lines in ((logging.WARNING, 0), (logging.INFO, 2)):
+        with caplog.at_level(level, "llamakeep"):
+            logged.update()
+        assert len(caplog.messages) == n_lines
+    with caplog.at_level(logging.WARNING, "llamakeep"), logged.heard_by(heard.append):
+        logged.update()
+    assert [event.kind for event in heard] == ["cache_state", "cache_state", "cached_prompt"]
+    assert len(caplog.messages) == 2
+
+
 # -- load, as upstream -----------------------------------------------------------------------------
 
 

@@ -76,6 +76,15 @@ def test_a_key_longer_than_the_prompt_is_a_common_prefix_only() -> None:
     assert index.longest_prefix([1, 2, 3]) == (0, None)
 
 
+def test_keys_that_share_come_with_how_much_deepest_first() -> None:
+    index = index_of((1,), (1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 8), (7,))
+    assert index.prefixes([1, 2, 3, 4, 9]) == [(4, (1, 2, 3, 4)), (1, (1,))]
+    assert list(index.sharing([1, 2, 3, 4, 9], 3)) == [(4, (1, 2, 3, 4)), (3, (1, 2, 3, 5))]
+    assert [shared for shared, _ in index.sharing([1, 2, 3, 4, 9])] == [4, 3, 2, 1, 0]
+    assert {key for _, key in index.sharing([1, 2], 2)} == {(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 8)}
+    assert list(index.sharing([5], 1)) == index.prefixes([5]) == []
+
+
 def test_nothing_in_common() -> None:
     index = index_of((1, 2), (3,))
     assert index.longest_common_prefix([4, 1, 2]) == (0, None)
@@ -570,6 +579,14 @@ class IndexAgainstDict(RuleBasedStateMachine):
         best = max(ranked, default=(0, False, 0, 0))
         expected = (best[0], best[3]) if best[0] else (0, None)
         assert self.index.longest_common_prefix(array) == expected
+
+        found = [(len(key), model[key]) for key in sorted(prefixes, key=len, reverse=True)]
+        assert self.index.prefixes(array) == found
+        for least in range(len(query) + 2):
+            found = list(self.index.sharing(array, least))
+            assert [shared for shared, _ in found] == sorted((n for n, _ in found), reverse=True)
+            expected_pairs = [(n, value) for n, _, _, value in ranked if n >= least]
+            assert sorted(found) == sorted(expected_pairs)
 
         assert self.index.contains(array) == (query in model)
         assert self.index.get(array) == model.get(query)

@@ -688,6 +688,8 @@ def test_an_interrupt_between_any_two_lines_leaves_no_half_slot(
         ("prompt_cache.py", "cancel"),
         ("prompt_cache.py", "_remove"),
         ("prompt_cache.py", "load"),
+        ("entry_list.py", "add"),
+        ("entry_list.py", "remove"),
         ("checkpoint_list.py", "take"),
         ("checkpoint_list.py", "_remove"),
         ("checkpoint_list.py", "clear"),

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Final
 
 import numpy as np
 
-from llamakeep.entries import Entry
+from llamakeep.entries import Entry, ratio
 from llamakeep.errors import IntegrityError
 from llamakeep.radix import RadixIndex
 from llamakeep.tokens import IntArray
+
+LEAST_KEEP: Final = 0.25
+"""llama-server takes no entry of which less than this share would be reused."""
+_FAR_BELOW: Final = round(1 / LEAST_KEEP) + 1
+"""So many times longer than what it shares, an entry is below that, whatever is rounded."""
 
 _in_order = attrgetter("sequence")
 
@@ -96,6 +102,66 @@ class EntryList:
         for shared, same in index.sharing(tokens, least) if index is not None else ():
             for entry in same:
                 yield shared, entry
+
+    def best_by_ratios(
+        self, namespace: bytes, prompt: IntArray, common: int, keep: float
+    ) -> tuple[int, Entry | None]:
+        """Return llama-server's choice for a prompt, and how much of it that shares.
+
+        One entry after the other, in order, takes the place of the best so far if both its ratios
+        are above. So one that shares no more of the prompt than the slot need not be seen.
+
+        Args:
+            namespace: Of the request.
+            prompt: The request.
+            common: Tokens that it shares with what the slot holds.
+            keep: Their share of what the slot holds; -1 for an empty one.
+
+        Returns:
+            Tokens shared, and the entry; None when none is better than the slot.
+        """
+        candidates = [
+            (shared, entry)
+            for shared, entry in self.sharing(namespace, prompt, common + 1)
+            if entry.n_tokens <= shared * _FAR_BELOW
+        ]
+        candidates.sort(key=lambda pair: pair[1].sequence)
+        best, best_shared, sim = None, common, ratio(common, prompt.size)
+        for shared, entry in candidates:
+            if shared <= best_shared:
+                continue
+            its_keep, its_sim = ratio(shared, entry.n_tokens), ratio(shared, prompt.size)
+            if its_keep >= LEAST_KEEP and its_keep > keep and its_sim > sim:
+                best, best_shared, keep, sim = entry, shared, its_keep, its_sim
+        return best_shared, best
+
+    def deepest(
+        self, namespace: bytes, prompt: IntArray, reach: int, most: int
+    ) -> tuple[int, Entry | None, int]:
+        """Return the entry from which the most tokens of a prompt can be resumed.
+
+        Of two that reach as far the one used last is the likelier to be used again.
+
+        Args:
+            namespace: Of the request.
+            prompt: The request.
+            reach: Tokens that can be resumed without any; only more is better.
+            most: Tokens that may be resumed at most.
+
+        Returns:
+            Tokens that it shares with the prompt, the entry, and how many tokens can be resumed;
+            None when none reaches further.
+        """
+        best, best_shared, best_reach = None, 0, reach
+        for shared, entry in self.sharing(namespace, prompt, reach + 1):
+            if min(shared, most) < best_reach:
+                break
+            its_reach = entry.reach(shared, most)
+            if its_reach < best_reach or (its_reach == best_reach and best is None):
+                continue
+            if best is None or its_reach > best_reach or _used_after(entry, best):
+                best, best_shared, best_reach = entry, shared, its_reach
+        return best_shared, best, best_reach
 
     def reached_by_others(self, entry: Entry) -> int:
         """Return how many tokens of an entry can be resumed from another one.
@@ -213,3 +279,8 @@ class _Known:
         _, closest = index.longest_common_prefix(entry.tokens)
         for each in closest or ():
             self.reached.pop(each, None)
+
+
+def _used_after(one: Entry, other: Entry) -> bool:
+    """Return whether `one` was used after `other`; of equals the one behind in the list was."""
+    return (one.last_used, one.sequence) > (other.last_used, other.sequence)

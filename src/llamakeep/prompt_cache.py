@@ -72,13 +72,8 @@ KeepCheckpoints: TypeAlias = Literal["all", "last", "none"]
 NO_LIMIT: Final = -1
 """As `limit_bytes`: as much as `NO_LIMIT_SHARE` of the memory that is available now."""
 NO_LIMIT_SHARE: Final = 0.5
-LEAST_KEEP: Final = 0.25
-"""llama-server takes no entry of which less than this share would be reused."""
 SHRINK: Final = 0.4
 """What is left of the cache as its limit after an allocation failed."""
-_FAR_BELOW: Final = round(1 / LEAST_KEEP) + 1
-"""An entry that is longer than what it shares by this factor is below that share, in any
-precision."""
 _LEVELS: Final[tuple[KeepCheckpoints, ...]] = ("all", "last", "none")
 
 
@@ -96,7 +91,7 @@ class PromptCache:
         mode: `upstream` or `keep`.
         checkpoints: How many of a slot's checkpoints go into an entry: all, the last, none.
         lists_entries: Whether each update reports every entry, as llama-server's log does. That is
-            a pass over them for each request; nothing else is.
+            a pass over them for each request; an eviction is the only other one.
         refresh_on_hit: A hit makes the entry the youngest, for policies that go by age too. For
             mode `keep`: an entry that moves out has no age.
         emit: Takes events.
@@ -464,8 +459,8 @@ class PromptCache:
             Restored, no match (the sequence is as it was) or failed (it is empty), which is what
             becomes of an error of the runtime and of memory that is not there. In mode
             `upstream` the entry moves out when it is restored, and stays when that fails. In mode
-            `keep` it stays, unless its own bytes are to blame. Costs one pass over the entries and
-            the restore.
+            `keep` it stays, unless its own bytes are to blame. Costs what
+            `EntryList` says, and the restore.
         """
         held, prompt = as_tokens(held), as_tokens(prompt)
         if not self.enabled:
@@ -505,54 +500,13 @@ class PromptCache:
         keep = ratio(common, held.size) if held.size else -1.0
         self._emit(LoadBase(keep, ratio(common, prompt.size)))
         if self.mode == "upstream":
-            shared, best = self._best_by_ratios(common, keep, prompt, namespace)
+            shared, best = self._entries.best_by_ratios(namespace, prompt, common, keep)
             n_tokens = best.n_tokens if best is not None else 0
         else:
-            shared, best, n_tokens = self._deepest(reach, most, prompt, namespace)
+            shared, best, n_tokens = self._entries.deepest(namespace, prompt, reach, most)
         if best is not None:
             self._emit(LoadFound(ratio(shared, best.n_tokens), ratio(shared, prompt.size)))
         return best, n_tokens
-
-    def _best_by_ratios(
-        self, common: int, keep: float, prompt: IntArray, namespace: bytes
-    ) -> tuple[int, Entry | None]:
-        """Return llama-server's choice, and how much of the prompt it shares.
-
-        One entry after the other, oldest first, takes the place of the best so far if both its
-        ratios are above. So one that shares no more of the prompt than the slot need not be seen.
-        """
-        candidates = sorted(
-            (entry.sequence, shared, entry)
-            for shared, entry in self._entries.sharing(namespace, prompt, common + 1)
-            if entry.n_tokens <= shared * _FAR_BELOW
-        )
-        best, best_shared, sim = None, common, ratio(common, prompt.size)
-        for _, shared, entry in candidates:
-            if shared <= best_shared:
-                continue
-            its_keep, its_sim = ratio(shared, entry.n_tokens), ratio(shared, prompt.size)
-            if its_keep >= LEAST_KEEP and its_keep > keep and its_sim > sim:
-                best, best_shared, keep, sim = entry, shared, its_keep, its_sim
-        return best_shared, best
-
-    def _deepest(
-        self, reach: int, most: int, prompt: IntArray, namespace: bytes
-    ) -> tuple[int, Entry | None, int]:
-        """Return the entry that lets the most tokens be resumed, what it shares, and how many.
-
-        More than `reach`. Of two that reach as far the one used last is the likelier to be used
-        again.
-        """
-        best, best_shared, best_reach = None, 0, reach
-        for shared, entry in self._entries.sharing(namespace, prompt, reach + 1):
-            if min(shared, most) < best_reach:
-                break
-            its_reach = entry.reach(shared, most)
-            if its_reach < best_reach or (its_reach == best_reach and best is None):
-                continue
-            if best is None or its_reach > best_reach or _used_after(entry, best):
-                best, best_shared, best_reach = entry, shared, its_reach
-        return best_shared, best, best_reach
 
     def _restore(self, runtime: Runtime, seq_id: int, entry: Entry, n_tokens: int) -> None:
         if entry.state is None:
@@ -578,8 +532,8 @@ class PromptCache:
                 kept.hits += 1
                 kept.last_used = entry.last_used
         if self._refresh_on_hit:
-            entry.created, entry.sequence = entry.last_used, self._sequence
             self._sequence += 1
+            entry.created, entry.sequence = entry.last_used, self._sequence - 1
 
     # -- keeping it small --------------------------------------------------------------------------
 
@@ -672,8 +626,3 @@ class PromptCache:
             raise IntegrityError(f"{self.used_bytes:,} bytes are counted, {total:,} are kept")
         if self._pending is None and total > self._limit_bytes:
             raise IntegrityError(f"{total:,} bytes are kept, above {self._limit_bytes:,}")
-
-
-def _used_after(one: Entry, other: Entry) -> bool:
-    """Return whether `one` was used after `other`; of equals the one behind in the list was."""
-    return (one.last_used, one.sequence) > (other.last_used, other.sequence)
