@@ -15,11 +15,19 @@ import numpy as np
 
 from benchmarks.harness import Result, benchmark
 from llamakeep.policy import policy_names
+from llamakeep.runtime.sized import SizedRuntime
 from llamakeep.simulate.bound import bound
 from llamakeep.simulate.experiment import capacity_of
-from llamakeep.simulate.replay import CacheName, replay
-from llamakeep.simulate.trace import open_trace
-from tests.published import POINTS, PUBLISHED, trace_path
+from llamakeep.simulate.replay import (
+    CacheName,
+    Outcome,
+    PromptDriver,
+    TraceClock,
+    drive,
+    replay,
+)
+from llamakeep.simulate.trace import Trace, open_trace
+from tests.published import POINTS, PUBLISHED, searched_first, trace_path
 
 BLOCK_TOKENS = 64
 LEAST_BLOCKS_PER_S = 20_000
@@ -27,16 +35,21 @@ N_MANY = 1_000_000
 MOST_RISE_MB = 256.0
 
 
-def write_agents(path: Path, n_requests: int, n_turns: int = 20, n_system: int = 20) -> int:
-    """Write a trace of agents that share their system prompts; return the number of blocks."""
+def write_agents(
+    path: Path, n_requests: int, n_turns: int = 20, n_system: int = 20, n_agents: int = 40
+) -> int:
+    """Write a trace of agents that share their system prompts; return the number of blocks.
+
+    So many take turns; when a new one comes, the one that came first is heard of no more.
+    """
     rng = np.random.default_rng(5)
     systems = [list(range(1_000 * i, 1_000 * i + n_system)) for i in range(8)]
     new, n_blocks, agents = 10_000, 0, []
     with path.open("w") as file:
         for number in range(n_requests):
-            if len(agents) < 40 or rng.random() < 1 / n_turns:
+            if len(agents) < n_agents or rng.random() < 1 / n_turns:
                 agents.append(list(systems[rng.integers(len(systems))]))
-                agents = agents[-40:]
+                agents = agents[-n_agents:]
             agent = agents[rng.integers(len(agents))]
             n_more = int(rng.integers(1, 4))
             agent.extend(range(new, new + n_more))
@@ -86,6 +99,56 @@ def speed() -> Iterator[Result]:
                             "saved_share": round(found.saved_share, 4),
                         },
                     }
+
+
+@benchmark("simulate-speed-many")
+def speed_many() -> Iterator[Result]:
+    """The prompt cache with hundreds of entries: block events a second, and against a few.
+
+    Also on a published trace that has as many, where it is at hand.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "many.jsonl"
+        write_agents(path, 6_000, n_turns=12, n_system=8, n_agents=1_000)
+        yield from speeds(path, "agents")
+    published = trace_path("mooncake_synthetic")
+    if published is not None:
+        yield from speeds(published, "mooncake_synthetic")
+
+
+def speeds(path: Path, name: str) -> Iterator[Result]:
+    """Return rates at 50 % of what would keep everything, with those at 1 % beside them."""
+    with open_trace(path) as trace:
+        for policy in policy_names("prompts"):
+            many, n_many, saved = prompt_rate(trace, policy, "50%")
+            few, n_few, _ = prompt_rate(trace, policy, "1%")
+            yield {
+                "name": f"simulate-speed-many.{name}.{policy}",
+                "value": many,
+                "unit": "blocks/s",
+                "target": LEAST_BLOCKS_PER_S,
+                "better": "higher",
+                "detail": {
+                    "entries": n_many,
+                    "blocks": trace.n_blocks,
+                    "requests": trace.n_requests,
+                    "saved_share": round(saved, 4),
+                    "with_few": {"entries": n_few, "blocks/s": round(few)},
+                    "ratio": round(many / few, 2),
+                },
+            }
+
+
+def prompt_rate(trace: Trace, policy: str, share: str) -> tuple[float, int, float]:
+    """Return block events a second of CPU time, entries at the end, and the share saved."""
+    clock = TraceClock()
+    runtime = SizedRuntime(n_ctx=trace.longest_tokens)
+    capacity_bytes = capacity_of(share, trace.footprint_tokens)
+    driver = PromptDriver(runtime, capacity_bytes, policy=policy, clock=clock)
+    start = time.process_time()
+    found = drive(trace, driver, clock, Outcome("prompt", policy, capacity_bytes, 0, 0, 0, 0))
+    seconds = time.process_time() - start
+    return trace.n_blocks / seconds, len(driver.cache), found.saved_share
 
 
 @benchmark("simulate-memory")
@@ -162,7 +225,12 @@ def published() -> Iterator[Result]:
                 found = 100 * replay(trace, capacity_bytes=capacity_bytes).saved_share
                 best = 100 * bound(trace, capacity_bytes=capacity_bytes).saved_share
                 prompt = replay(trace, "prompt", capacity_bytes=capacity_bytes).saved_share
-                for what, value, theirs in (("lru", found, lru), ("bound", best, most)):
+                variant = 100 * searched_first(trace, capacity_bytes)
+                for what, value, theirs in (
+                    ("lru", found, lru),
+                    ("bound", best, most),
+                    ("slot", variant, slot),
+                ):
                     yield {
                         "name": f"simulate-published.{name}.{share}.{what}",
                         "value": abs(value - theirs),
@@ -173,7 +241,6 @@ def published() -> Iterator[Result]:
                             "saved": round(value, 1),
                             "published": theirs,
                             "prompt": round(100 * prompt, 1),
-                            "published_prompt": slot,
                         },
                     }
 
