@@ -1128,7 +1128,10 @@ def test_a_small_capacity_is_never_passed_and_answers_stay_right(
         ({"min_step": -5}, "min_step must be 0 or more, not -5"),
         ({"ctx_checkpoints": -1}, "ctx_checkpoints must be 0 or more, not -1"),
         ({"align": 0}, "align must be 1 or more, not 0"),
-        ({"policy": "newest"}, "unknown policy 'newest'; known: lru, marginal, oldest"),
+        (
+            {"policy": "newest"},
+            "unknown policy 'newest'; known: gdsf, hazard, lru, marginal, oldest",
+        ),
         ({"policy": None}, "policy must be lru, .* or have a rank method, not None"),
         ({"capacity_bytes": "2G"}, "capacity_bytes must be a whole number, not '2G'"),
         ({"segment_tokens": 2.5}, "segment_tokens must be a whole number, not 2.5"),

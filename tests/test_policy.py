@@ -62,7 +62,8 @@ def first(policy: Policy, things: Sequence[Thing], now: float) -> Thing:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("tree", "lru marginal oldest tokens-per-byte"),
+        ("tree", "gdsf hazard lru marginal oldest random slru tokens-per-byte"),
+        ("disk", "lru marginal oldest tokens-per-byte"),
         ("prompts", "lru marginal oldest tokens-per-byte upstream"),
         (
             "checkpoints",
@@ -84,7 +85,7 @@ def test_what_is_asked_for_without_a_kind_is_for_the_tree() -> None:
 @pytest.mark.parametrize("policy", ["upstream", "neighbor-gap", Upstream(), NeighborGap()])
 def test_what_the_table_leaves_out_is_refused(policy: Any) -> None:
     name = policy if isinstance(policy, str) else policy.name
-    said = f"policy '{name}' is not for tree; known: lru, marginal, oldest, tokens-per-byte"
+    said = f"policy '{name}' is not for tree; known: gdsf, hazard, lru, marginal, oldest, random"
     with pytest.raises(InvalidValue, match=said):
         get_policy(policy)
     assert get_policy(policy, "checkpoints").name == name
@@ -96,11 +97,13 @@ def test_neighbours_are_no_matter_of_prompts() -> None:
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(InvalidValue, match=r"unknown policy 'random'; known: lru, .*, upstream$"):
-        get_policy("random", "prompts")
-    with pytest.raises(InvalidValue, match=r"policy must be lru, .*oldest.* rank method, not 7"):
+    with pytest.raises(InvalidValue, match=r"unknown policy 'newest'; known: lru, .*, upstream$"):
+        get_policy("newest", "prompts")
+    with pytest.raises(InvalidValue, match=r"policy must be gdsf, .*oldest.* rank method, not 7"):
         get_policy(7)  # type: ignore[arg-type]
-    with pytest.raises(InvalidValue, match="kind must be prompts, checkpoints, tree, not 'slots'"):
+    with pytest.raises(
+        InvalidValue, match="kind must be prompts, checkpoints, tree, disk, not 'slots'"
+    ):
         get_policy("lru", "slots")  # type: ignore[arg-type]
 
 

@@ -267,7 +267,7 @@ def test_one_token_per_span() -> None:
             "segment_tokens must be 1 to 32, not 33",
         ),
         (PLAIN, {"max_checkpoints": -1}, "max_checkpoints must be 0 or more, not -1"),
-        (PLAIN, {"policy": "newest"}, "unknown policy 'newest'; known: lru, marginal, oldest"),
+        (PLAIN, {"policy": "newest"}, "unknown policy 'newest'; known: gdsf, hazard, lru"),
     ],
 )
 def test_bad_arguments_are_named(traits: Traits, options: dict[str, Any], said: str) -> None:

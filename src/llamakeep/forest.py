@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
 from llamakeep.errors import IntegrityError, InvalidValue
-from llamakeep.eviction import EvictionQueue
 from llamakeep.outline import Outline, outline_of_trees
-from llamakeep.policy import Policy, get_policy, looks_around
+from llamakeep.policy import Policy, get_policy, looks_around, watcher_of
+from llamakeep.policy.queue import EvictionQueue, Rank
 from llamakeep.radix import Path, check_nodes, descend, walk
 from llamakeep.runtime.base import Traits
 from llamakeep.spans import Kept, SpanNode, TreeCounters, TreeEntry
@@ -71,6 +71,7 @@ class SpanForest:
         self._numbers = itertools.count()
         self._queue = EvictionQueue[Kept](self.policy, clock, self._is_live)
         self._looks_around = looks_around(self.policy)
+        self._watcher = watcher_of(self.policy, self._queue.look_again)
         self._cold: dict[bytes, Kept] = {}  # what is only in tiers below, by name
         self._pinned_bytes = 0
         self._n_nodes = 0
@@ -84,15 +85,20 @@ class SpanForest:
         tier: str,
         place: Place | None = None,
     ) -> Kept:
-        kept = Kept(node, ref, tier, self._clock(), next(self._numbers))
+        kept = Kept(node, ref, "ram", self._clock(), next(self._numbers))
         kept.place = place if self.store.below else None
-        if kept.tier != "ram" and ref.n_bytes:
-            self._cold[ref.name] = kept
+        self._keep_in(kept, tier)
         return kept
+
+    def _keep_in(self, kept: Kept, tier: str) -> None:
+        kept.tier = tier
+        if tier != "ram" and kept.n_bytes:
+            self._cold[kept.ref.name] = kept
 
     def _put_in(self, node: SpanNode, position: int, kept: Kept) -> None:
         """Put a checkpoint into a node."""
         node.checkpoints[position] = kept
+        self._watcher.enters(kept, kept.created, node.segment)
         if self._looks_around:  # less is lost with what comes next, and with the node's segment
             if node.segment is not None:
                 self._queue.look_again(node.segment)
@@ -103,32 +109,41 @@ class SpanForest:
         else:
             self._queue.push(kept)
 
-    def _hang(
+    def _new_node(
         self,
         path: Path[SpanNode],
         tokens: IntArray,
         ref: SegmentRef,
-        tier: str,
         place: Place | None = None,
     ) -> SpanNode:
-        """Hang a new span, the end of `ref`, off the end of a pinned path, as part of that."""
+        """Return a new span, the end of `ref`, that is to hang off the end of a path."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
-        node.segment = self._kept(node, ref, tier, place)
+        kept = node.segment = self._kept(node, ref, "ram", place)
+        self._watcher.enters(kept, kept.created, path.nodes[-1][0].segment)
+        return node
+
+    def _hang(self, path: Path[SpanNode], node: SpanNode, tier: str) -> SpanNode:
+        """Hang a new span, kept in a tier, off the end of a pinned path, as part of that."""
+        if node.segment is not None:
+            self._keep_in(node.segment, tier)
         self._roots.setdefault(self.namespace, path.nodes[0][0]).namespace = self.namespace
         path.nodes[-1][0].attach(node)
-        path.nodes.append((node, ref.end))
+        path.nodes.append((node, node.end))
         self._n_nodes += 1
         self._hold(node)  # queued when it is let go
         return node
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _make_room(self, n_bytes: int) -> bool:
-        """Evict until there are `n_bytes`; evict nothing where there cannot be."""
+    def _make_room(self, n_bytes: int, *, below: Rank | None = None) -> bool:
+        """Evict until there are `n_bytes`; evict nothing where there cannot be.
+
+        Only what ranks below `below` goes, if that is given.
+        """
         if n_bytes > self._reclaimable_bytes():
             return False
         while self._free_bytes() < n_bytes:
-            if not self._evict_one():
+            if not self._evict_one(below):
                 return False
         return True
 
@@ -163,15 +178,16 @@ class SpanForest:
         is_leaf = node.parent is not None and not (node.branches or node.pins)
         return is_leaf and bool(node.n_bytes) and not node.held_bytes
 
-    def _evict_one(self) -> bool:
+    def _evict_one(self, below: Rank | None = None) -> bool:
         """Evict what the policy ranks first among leaves and checkpoints that nobody holds.
 
         What cannot go now is queued again when it can: a pinned node when it is let go, a segment
         that others hang off when it becomes a leaf's.
         """
-        kept = self._queue.pop(self._can_go)
+        kept = self._queue.pop(self._can_go, below=below)
         if kept is None:
             return False
+        self._watcher.leaves(kept, self._clock(), evicted=True)
         if isinstance(kept.ref, CheckpointRef):
             self._drop_checkpoint(kept)
         else:
@@ -209,6 +225,7 @@ class SpanForest:
     def _take_out(self, node: SpanNode, position: int) -> None:
         """Take a checkpoint out of its node; its bytes stay where they are."""
         kept = node.checkpoints.pop(position)
+        self._watcher.leaves(kept, kept.last_used, evicted=False)
         self._cold.pop(kept.ref.name, None)
         if self._looks_around and node.segment is not None:
             self._queue.look_again(node.segment)  # it takes one less along
@@ -256,6 +273,7 @@ class SpanForest:
     def _empty(self, node: SpanNode) -> None:
         """Drop what a node holds from memory."""
         for kept in node.states():
+            self._watcher.leaves(kept, kept.last_used, evicted=False)
             self._cold.pop(kept.ref.name, None)
             self.store.evict(kept.ref.name)
         node.segment = None

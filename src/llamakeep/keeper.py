@@ -37,7 +37,7 @@ from llamakeep.explain import Explanation, History, Served, kept_elsewhere
 from llamakeep.fingerprint import Difference, Namespace, read_adapters
 from llamakeep.modelfile import inspect_file
 from llamakeep.modes import Mode, current_mode
-from llamakeep.policy import Policy, get_policy
+from llamakeep.policy import DEFAULT_POLICY, Policy, get_policy
 from llamakeep.sequence import FIRST_TIME, KeptSequence
 from llamakeep.states import Reuse
 from llamakeep.tiers import TierSettings
@@ -731,7 +731,7 @@ def attach(
     align: int = 8,
     ctx_checkpoints: int = 32,
     checkpoint_on_device: bool = False,
-    policy: str | Policy = "lru",
+    policy: str | Policy = DEFAULT_POLICY,
     cache_dir: str | Path | None = None,
     disk_bytes: int | None = None,
     redis_url: str | None = None,

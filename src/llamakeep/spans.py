@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +26,14 @@ class Kept:
         sequence: Ascending in the order of keeping.
         hits: Uses.
         queued: Its place in the eviction queue, which alone writes this, or 0.
+        memo: What a policy that watches remembers of it, which alone writes this.
     """
 
     __slots__ = (
         "created",
         "hits",
         "last_used",
+        "memo",
         "node",
         "place",
         "queued",
@@ -50,6 +53,17 @@ class Kept:
         self.sequence = sequence
         self.hits = 0
         self.queued = 0
+        self.memo: Any = None
+
+    @property
+    def name(self) -> bytes:
+        """Its name, the same when it is kept again."""
+        return self.ref.name
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is true at one position only."""
+        return isinstance(self.ref, CheckpointRef)
 
     @property
     def n_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.fingerprint import Adapter, Namespace
-from llamakeep.policy import Policy
+from llamakeep.policy import DEFAULT_POLICY, Policy, policy_below
 from llamakeep.runtime.base import Traits
 from llamakeep.sizes import parse_bytes
 from llamakeep.stores.base import Tier, TreeStore
@@ -141,7 +141,7 @@ class TierSettings:
             model_name=model_name,
         )
 
-    def open(self, capacity_bytes: int, *, policy: str | Policy = "lru") -> TreeStore:
+    def open(self, capacity_bytes: int, *, policy: str | Policy = DEFAULT_POLICY) -> TreeStore:
         """Open the tiers under a memory of `capacity_bytes`.
 
         Raises:
@@ -155,7 +155,12 @@ class TierSettings:
                 from llamakeep.stores.disk import DiskStore
 
                 below.append(
-                    DiskStore(self.cache_dir, self.disk_bytes, secret=self.secret, policy=policy)
+                    DiskStore(
+                        self.cache_dir,
+                        self.disk_bytes,
+                        secret=self.secret,
+                        policy=policy_below(policy),
+                    )
                 )
             if self.redis_url is not None:
                 from llamakeep.stores.redis import RedisStore

@@ -28,7 +28,8 @@ import numpy as np
 from llamakeep.checkpoints import best_to_restore, least_missed
 from llamakeep.errors import InvalidValue, StateLost, whole_number
 from llamakeep.forest import SpanForest
-from llamakeep.policy import Policy
+from llamakeep.policy import DEFAULT_POLICY, Policy
+from llamakeep.policy.queue import Rank
 from llamakeep.radix import Path
 from llamakeep.runtime.base import Traits
 from llamakeep.spans import Kept, SpanNode
@@ -85,7 +86,7 @@ class PrefixTree(SpanForest):
         segment_tokens: int = 256,
         max_checkpoints: int = 32,
         max_checkpoint_bytes: int | None = None,
-        policy: str | Policy = "lru",
+        policy: str | Policy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         longest = traits.max_segment_tokens
@@ -268,6 +269,7 @@ class PrefixTree(SpanForest):
             for kept in (node.segment, node.checkpoints.get(n_tokens)):
                 if kept is not None:
                     kept.last_used, kept.hits = now, kept.hits + 1
+                    self._watcher.used(kept, now)
                     used += [State(kept.ref.name, kept.place)] if kept.n_bytes else []
         if used:
             self.store.seen(used, int(tokens.size), used=True)
@@ -355,24 +357,41 @@ class PrefixTree(SpanForest):
                 place = names.segment(start, end)
                 ref = SegmentRef(place.name, start, end, n_bytes)
                 produce = partial(self._read_span, read, start, end)
-                tier = self._keep(ref, place, produce, evict=fits)
+                new = None if grows else self._new_node(path, tokens[at:end], ref, place)
+                below = self._rank_of_new(new)
+                tier = self._keep(ref, place, produce, evict=fits, below=below)
                 if not tier:
                     self.counters.refused_segments += 1
-                    if fits:
+                    if new is not None and new.segment is not None:
+                        self._watcher.leaves(new.segment, self._clock(), evicted=True)
+                    if below is not None:
+                        refused = ""  # not worth what would have to go
+                    elif fits:
                         refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
                     return Saved(at, read_bytes, reread_bytes, refused)
                 read_bytes += n_bytes
-                if grows:
+                if new is None:
                     reread_bytes += segment_bytes(at - start) if self.traits.segments else 0
                     shorter = self._grow(node, tokens[at:end], ref, tier, place)
                     if self.traits.segments:
                         self.store.supersede(shorter, ref.name)
                 else:
-                    node = self._hang(path, tokens[at:end], ref, tier, place)
+                    node = self._hang(path, new, tier)
                 at = end
             self._pass_on(path, tokens.size)
         self._forget_cold()
         return Saved(tokens.size, read_bytes, reread_bytes)
+
+    def _rank_of_new(self, node: SpanNode | None) -> Rank | None:
+        """Return what has to rank lower to go for a new span; None for all that can go.
+
+        Where states need checkpoints, a span is worth nothing without the one that is yet to come.
+        """
+        if node is None or node.segment is None or self.traits.rolling:
+            return None
+        if not self._watcher.selective:
+            return None
+        return self.policy.rank(node.segment, self._clock())
 
     @staticmethod
     def _start_of(node: SpanNode) -> int:
@@ -511,6 +530,7 @@ class PrefixTree(SpanForest):
         if old is None:  # pragma: no cover - every node but a root has one
             return b""
         node.segment.hits, node.segment.created = old.hits, old.created
+        self._watcher.replaces(node.segment, old)
         self._cold.pop(old.ref.name, None)
         return old.ref.name
 
@@ -560,7 +580,8 @@ class PrefixTree(SpanForest):
                 if self._may_grow(node, at) and record.start <= self._start_of(node):
                     self.store.evict(self._grow(node, whole[at:end], ref, record.tier, place))
                 else:
-                    self._hang(path, whole[at:end], ref, record.tier, place)
+                    new = self._new_node(path, whole[at:end], ref, place)
+                    self._hang(path, new, record.tier)
 
     def _graft_checkpoint(
         self,
@@ -577,7 +598,8 @@ class PrefixTree(SpanForest):
             end = min(position, align_down(at, self.segment_tokens) + self.segment_tokens)
             origin = align_down(at, self.segment_tokens)
             name = state_name("segment", names.block(origin), at, tokens[origin:end])
-            self._hang(path, tokens[at:end], SegmentRef(name, at, end, 0), "ram")
+            new = self._new_node(path, tokens[at:end], SegmentRef(name, at, end, 0))
+            self._hang(path, new, "ram")
             at = end
         node = path.nodes[-1][0]
         if self.traits.rolling and at >= position and position not in node.checkpoints:
@@ -607,11 +629,18 @@ class PrefixTree(SpanForest):
         produce: Callable[[], Buffer],
         *,
         evict: bool = True,
+        below: Rank | None = None,
     ) -> str:
-        """Make room for a blob, then let it be read. Return the tier it is in, or nothing."""
+        """Make room for a blob, then let it be read. Return the tier it is in, or nothing.
+
+        For what is new only what ranks below `below` goes, if that is given.
+        """
         if isinstance(ref, SegmentRef) and not self.traits.segments:
             return "ram"
-        has_room = self._make_room(ref.n_bytes) if evict else self._free_bytes() >= ref.n_bytes
+        if evict:
+            has_room = self._make_room(ref.n_bytes, below=below)
+        else:
+            has_room = self._free_bytes() >= ref.n_bytes
         if has_room and self.store.put(ref.name, ref.n_bytes, produce, place):
             return "ram"
         return self.store.put_below(ref.name, ref.n_bytes, produce, place)

@@ -17,6 +17,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 from llamakeep.checkpoints import MIN_EVALUATED
 from llamakeep.errors import InvalidValue, whole_number
 from llamakeep.events import Event, EvictedForRoom, EvictedOverLimit, EvictedOverTokenLimit
+from llamakeep.policy import DEFAULT_POLICY as TREE_POLICY
 from llamakeep.policy import Policy
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Family
@@ -31,7 +32,7 @@ from llamakeep.stores.sized import SizedTier
 from llamakeep.tree import PrefixTree
 
 CacheName: TypeAlias = Literal["tree", "prompt"]
-DEFAULT_POLICY: Final[dict[str, str]] = {"tree": "lru", "prompt": "oldest"}
+DEFAULT_POLICY: Final[dict[str, str]] = {"tree": TREE_POLICY, "prompt": "oldest"}
 
 _TICK_S: Final = 1e-6
 _REPORT_EVERY: Final = 64

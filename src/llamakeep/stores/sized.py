@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from llamakeep.eviction import EvictionQueue
-from llamakeep.policy import Policy, get_policy
+from llamakeep.policy import Policy, get_policy, policy_below
+from llamakeep.policy.queue import EvictionQueue
 from llamakeep.states import Block, Buffer, Record
 from llamakeep.stores.fake import FakeTier
 from llamakeep.tokens import Place
@@ -111,7 +111,9 @@ class SizedTier(FakeTier):
         self._by_first: dict[tuple[bytes, int, int], dict[bytes, _Held]] = {}
         self._in_block: dict[bytes, Counter[int]] = {}  # how many start where
         self._closing: dict[bytes, _Held] = {}  # what ends where a block starts
-        self._queue = EvictionQueue[_Held](get_policy(policy), clock, self._is_held)
+        self._queue = EvictionQueue[_Held](
+            get_policy(policy_below(policy), "disk"), clock, self._is_held
+        )
         self._n_put = 0
 
     def another(self) -> SizedTier:

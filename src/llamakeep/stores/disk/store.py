@@ -130,7 +130,7 @@ class DiskStore:
         if capacity_bytes is not None:
             whole_number("capacity_bytes", capacity_bytes, 0)
         whole_number("min_free_bytes", min_free_bytes, 0)
-        self.policy = get_policy(policy)
+        self.policy = get_policy(policy, "disk")
         self._tally = Tally("disk cache")
         self.counters = self._tally.counters
         self._clock = clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Collection, Iterable
 
-from llamakeep.eviction import EvictionQueue
 from llamakeep.policy import Policy, looks_around
+from llamakeep.policy.queue import EvictionQueue
 from llamakeep.stores.disk import rows
 from llamakeep.stores.disk.rows import CHECKPOINT, SEGMENT, Row
 

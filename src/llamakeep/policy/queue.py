@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from llamakeep.policy import Kept, Policy, rerank_seconds
+from llamakeep.policy.base import Kept, Policy, rerank_seconds
 
 _SMALL = 64
 _CANDIDATES = 32
@@ -94,12 +94,13 @@ class EvictionQueue(Generic[T]):
             self._n_left += 1
             self._enter(kept, _LOWEST)
 
-    def pop(self, can_go: Callable[[T], bool]) -> T | None:
+    def pop(self, can_go: Callable[[T], bool], *, below: Rank | None = None) -> T | None:
         """Take out what goes first of the things that exist and `can_go`; None when none can.
 
         Args:
             can_go: Asked of what comes to the front, before it is ranked: also of things that are
                 compared and stay.
+            below: Only what ranks below this goes; None for anything.
 
         Raises:
             Exception: What the policy or `can_go` raises; then nothing has left the queue that
@@ -112,6 +113,8 @@ class EvictionQueue(Generic[T]):
             while self._heap and len(seen) < _CANDIDATES:
                 floor, number, kept = self._heap[0]
                 if best is not None and best[0] <= floor:
+                    break
+                if below is not None and below <= floor:
                     break
                 heapq.heappop(self._heap)
                 if kept.queued != number:
@@ -131,6 +134,8 @@ class EvictionQueue(Generic[T]):
                     continue
                 seen[-1] = higher, kept
                 rank = self._policy.rank(kept, now) if self._falls else higher
+                if below is not None and below <= rank:
+                    continue
                 if best is None or rank < best[0]:
                     best = rank, len(seen) - 1
         except BaseException:

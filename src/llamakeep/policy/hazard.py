@@ -1,0 +1,413 @@
+"""What goes first is learned from how long this cache's own states waited to be used again.
+
+A state waits from its last use. How long states wait, and how many are never used again, is counted
+(`survival.py`) for a few classes of them: segments and checkpoints, what several conversations
+share and what one has, and how many turns that one had. In a conversation the next wait resembles
+the last one, so time is measured against that: by the square root of it, which holds where it is
+not so as well. What is worth least goes first: expected uses for each second of room, times the
+tokens that a use saves, for each byte. What is new and worth less than all that could go for it
+is not kept.
+
+Nothing is known at first, and what the past says may be wrong. So two shadows (`shadow.py`) of the
+cache keep count, on a sample, of what this order and the least recently used one would have reused;
+the one that reused more of late rules. At first that is the latter.
+
+States that were used together have waited together: they stand in one *run*, which moves from
+bucket to bucket as time passes. So an event costs O(log n), and what is learned costs a pass over
+the runs now and then.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from typing import TYPE_CHECKING, Final
+
+from llamakeep.errors import InvalidValue
+from llamakeep.policy.base import Watched
+from llamakeep.policy.shadow import Shadow, Shadowed
+from llamakeep.policy.survival import EDGES, N_BUCKETS, Survival, bucket_of
+from llamakeep.policy.watching import WatchingPolicy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Rank = tuple[float, int]
+
+_TURNS: Final = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4)
+"""Classes of turns, by their number: 1; 2; 3 and 4; 5 to 8; more."""
+_N_TURNS: Final = 5
+_GROUPS: Final = tuple(klass // _N_TURNS for klass in range(4 * _N_TURNS))
+_USUAL_GAP_S: Final = 16.0
+"""A wait of a conversation in which time is measured as it is."""
+_LEAST_GAP_S: Final = 0.25
+_GAP_POWER: Final = 0.5
+
+_LEARN_AFTER: Final = 1024
+"""Events after which is learned anew, at least; with many states so many as there are."""
+_MEMORY: Final = 50_000.0
+"""Uses after which what was learned counts half."""
+_GHOSTS: Final = 16384
+"""States that went and are remembered, at least; with many states twice as many as there are."""
+
+_SEQUENCE_BITS: Final = 40
+
+_SAMPLE: Final = 1024
+"""Most states of which the shadows keep count."""
+_HAIR: Final = 0.001
+_FADING: Final = 1 / 4096
+"""How fast the shadows' counts are forgotten, for each use in the sample."""
+
+
+class _Run:
+    """States that were last used at one time and are of one class.
+
+    Attributes:
+        klass: Their class.
+        scale: Seconds for them to count as one.
+        last: When they were used.
+        number: Ascending with that.
+        bucket: How long they have waited.
+        n: How many they are, those that went but are remembered included.
+        notes: They, and some that have left.
+    """
+
+    __slots__ = ("bucket", "klass", "last", "n", "notes", "number", "scale")
+
+    def __init__(self, klass: int, scale: float, last: float, number: int) -> None:
+        self.klass = klass
+        self.scale = scale
+        self.last = last
+        self.number = number
+        self.bucket = self.n = 0
+        self.notes: list[_Note] = []
+
+
+class _Note:
+    """What is remembered of a state.
+
+    Attributes:
+        kept: The state; None when it went.
+        name: Its name.
+        n_bytes: Its size.
+        n_tokens: What losing it costs.
+        run: What it was last used with.
+        after: What is remembered of the one that it goes on from.
+        turns: Prompts that had it or, before it, what it goes on from.
+        gap_s: How long it waited the last time; below 0 when that is not known.
+        depth: States before it in its prompts.
+        shared: Whether prompts part behind it.
+        followed: Whether any goes on from it.
+    """
+
+    __slots__ = (
+        "after",
+        "depth",
+        "followed",
+        "gap_s",
+        "is_checkpoint",
+        "kept",
+        "n_bytes",
+        "n_tokens",
+        "name",
+        "run",
+        "shared",
+        "turns",
+    )
+
+    def __init__(self, kept: Watched, after: _Note | None) -> None:
+        self.kept: Watched | None = kept
+        self.name = kept.name
+        self.n_bytes = kept.n_bytes
+        self.n_tokens = kept.n_tokens
+        self.is_checkpoint = kept.is_checkpoint
+        self.run: _Run | None = None
+        self.after: _Note | None = after
+        self.turns = 1
+        self.gap_s = -1.0
+        self.depth: int = 0 if after is None else after.depth + 1
+        self.shared = self.followed = False
+
+    @property
+    def klass(self) -> int:
+        """Its class."""
+        turns = _TURNS[min(self.turns, len(_TURNS) - 1)]
+        return (2 * self.is_checkpoint + self.shared) * _N_TURNS + turns
+
+    @property
+    def scale(self) -> float:
+        """Seconds for it to count as one."""
+        if self.gap_s < 0:
+            return 1.0
+        return float((max(self.gap_s, _LEAST_GAP_S) / _USUAL_GAP_S) ** _GAP_POWER)
+
+
+class Hazard(WatchingPolicy):
+    """Evict what is worth least, by what this cache has learned of its own past.
+
+    Begins as `lru`, and is that wherever a sample says that `lru` reuses more. Keeps a note for
+    each state, of some 300 bytes, and for twice as many that went.
+
+    Args:
+        guard: 1 for the shadows, 0 to do without: to measure what was learned by itself.
+
+    Attributes:
+        rules: Whether what was learned decides at present.
+
+    Raises:
+        InvalidValue: For another guard.
+    """
+
+    name = "hazard"
+    looks_around = True
+
+    def __init__(self, guard: float = 1) -> None:
+        super().__init__()
+        if guard not in (0, 1):
+            raise InvalidValue(f"guard must be 0 or 1, not {guard!r}")
+        self._guarded = bool(guard)
+        self.rules = False
+        self._numbers = itertools.count(1)
+        self._now = -math.inf
+        self._runs: dict[int, _Run] = {}
+        self._runs_now: dict[tuple[int, float], _Run] = {}
+        self._due: list[tuple[float, int, _Run]] = []  # when runs come into another bucket
+        self._ghosts: dict[bytes, _Note] = {}
+        self._survival = Survival(_GROUPS, _MEMORY)
+        self._worths: list[list[float]] | None = None
+        self._n_kept = self._kept_bytes = self._events = 0
+        self._mask = 0
+        self._learned = Shadow(self._shadow_worth, selective=True)
+        self._recent = Shadow(self._shadow_recency, selective=False)
+        self._saved_learned = self._saved_recent = 0.0
+
+    def __repr__(self) -> str:
+        return f"Hazard(guard={int(self._guarded)})"
+
+    def fresh(self) -> Self:
+        """Return a new one with the same options."""
+        return type(self)(int(self._guarded))
+
+    @property
+    def selective(self) -> bool:  # type: ignore[override]
+        """Whether a new thing that ranks below all that could go for it is not kept."""
+        return self.rules
+
+    def rank(self, kept: Watched, now: float) -> Rank:
+        """Rank by expected tokens saved, a byte and a second; or by the last use."""
+        note: _Note | None = kept.memo
+        if note is None or note.run is None or not self.rules or self._worths is None:
+            return kept.last_used, kept.sequence
+        turn = (note.run.number << _SEQUENCE_BITS) + kept.sequence  # of equals the oldest use
+        if kept.n_bytes <= 0:
+            return math.inf, turn
+        return self._worth(note.run) * kept.marginal_tokens / kept.n_bytes, turn
+
+    def _worth(self, run: _Run) -> float:
+        worths = self._worths
+        return 0.0 if worths is None else worths[run.klass][run.bucket] / run.scale
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+        """Remember a new state, or know it again."""
+        self._go_to(now)
+        before: _Note | None = None if after is None else after.memo
+        note = self._ghosts.pop(kept.name, None)
+        if note is not None:
+            note.kept, note.n_bytes, note.n_tokens = kept, kept.n_bytes, kept.n_tokens
+            note.after = before
+            self._again(note)
+        else:
+            note = _Note(kept, before)
+            if before is not None and not note.is_checkpoint:
+                if before.followed:
+                    self._share(before)
+                else:
+                    note.turns, note.gap_s = before.turns, before.gap_s
+                    before.followed = True
+            elif before is not None:
+                note.turns, note.gap_s = before.turns, before.gap_s
+        kept.memo = note
+        self._n_kept += 1
+        self._kept_bytes += kept.n_bytes
+        self._wait(note)
+
+    def used(self, kept: Watched, now: float) -> None:
+        """Count how long a state waited."""
+        self._go_to(now)
+        note: _Note | None = kept.memo
+        if note is None:
+            return
+        self._again(note)
+        self._wait(note)
+
+    def replaces(self, kept: Watched, old: Watched) -> None:
+        """Remember of a longer tail what was known of the shorter one."""
+        super().replaces(kept, old)
+        note: _Note | None = kept.memo
+        if note is not None:
+            self._kept_bytes += kept.n_bytes - note.n_bytes
+            note.kept, note.name = kept, kept.name
+            note.n_bytes, note.n_tokens = kept.n_bytes, kept.n_tokens
+
+    def leaves(self, kept: Watched, now: float, *, evicted: bool) -> None:
+        """Remember a state that went, for a while; one that is lost is forgotten."""
+        note: _Note | None = kept.memo
+        super().leaves(kept, now, evicted=evicted)
+        if note is None:
+            return
+        note.kept = None
+        self._n_kept -= 1
+        self._kept_bytes -= note.n_bytes
+        if not evicted:
+            self._forget(note)
+            return
+        self._ghosts[note.name] = note
+        while len(self._ghosts) > max(_GHOSTS, 8 * self._n_kept):
+            self._forget(self._ghosts.pop(next(iter(self._ghosts))))
+
+    def _forget(self, note: _Note) -> None:
+        if note.run is not None:
+            self._survival.left(note.run.klass, note.run.bucket)
+            self._part(note)
+
+    @staticmethod
+    def _share(note: _Note | None) -> None:
+        """Prompts part behind a state, and so behind all before it."""
+        while note is not None and not note.shared:
+            note.shared, note = True, note.after
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _again(self, note: _Note) -> None:
+        """A state is used again."""
+        run = note.run
+        if run is None:
+            return
+        self._survival.used(run.klass, run.bucket)
+        note.gap_s = max(0.0, self._now - run.last)
+        note.turns += 1
+        self._part(note)
+
+    def _part(self, note: _Note) -> None:
+        """Take a state out of its run."""
+        run, note.run = note.run, None
+        if run is not None:
+            run.n -= 1
+            if not run.n:
+                self._runs.pop(run.number, None)
+
+    def _wait(self, note: _Note) -> None:
+        """Let a state wait, from now on, with others of its class that do."""
+        key = note.klass, note.scale
+        run = self._runs_now.get(key)
+        if run is None:
+            run = _Run(*key, self._now, next(self._numbers))
+            self._runs_now[key] = run
+            self._expect(run)
+        self._runs[run.number] = run
+        run.n += 1
+        run.notes.append(note)
+        note.run = run
+        self._events += 1
+        if self._guarded:
+            self._compare(note)
+        if self._events >= max(_LEARN_AFTER, self._n_kept):
+            self._learn()
+
+    def _expect(self, run: _Run) -> None:
+        if run.bucket + 1 < N_BUCKETS:
+            due = run.last + EDGES[run.bucket + 1] * run.scale
+            heapq.heappush(self._due, (due, run.number, run))
+
+    def _go_to(self, now: float) -> None:
+        """Let time pass: runs come into other buckets, where they may be worth less."""
+        if now <= self._now:  # or a clock was put back
+            return
+        self._now = now
+        self._runs_now.clear()
+        while self._due and self._due[0][0] <= now:
+            run = heapq.heappop(self._due)[2]
+            if not run.n:
+                continue
+            before = self._worth(run)
+            run.bucket = max(run.bucket + 1, bucket_of((now - run.last) / run.scale))
+            self._expect(run)
+            if self._worth(run) < before:
+                self._look_at(run)
+
+    def _look_at(self, run: _Run) -> None:
+        run.notes = [note for note in run.notes if note.run is run]
+        for note in run.notes:
+            if self.rules and note.kept is not None and self._look_again is not None:
+                self._look_again(note.kept)
+            if self._guarded and self._is_sampled(note.name):
+                self._learned.look_again(note.name)
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Work out anew what states are worth."""
+        self._events = 0
+        self._worths = self._survival.worths(
+            (run.klass, run.bucket, run.n) for run in self._runs.values()
+        )
+        self._learned.look_at_all_again()
+        if not self._guarded:
+            self.rules = True
+        if self.rules:
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for run in self._runs.values():
+            for note in run.notes:
+                if note.run is run and note.kept is not None and self._look_again is not None:
+                    self._look_again(note.kept)
+
+    # -- which order rules -------------------------------------------------------------------------
+
+    def _is_sampled(self, name: bytes) -> bool:
+        return not int.from_bytes(name[:4], "little") & self._mask
+
+    def _shadow_worth(self, thing: Shadowed) -> Rank:
+        note: _Note = thing  # type: ignore[assignment]
+        if note.run is None or self._worths is None:
+            return self._shadow_recency(thing)
+        return self._worth(note.run) * note.n_tokens / max(1, note.n_bytes), -note.depth
+
+    def _shadow_recency(self, thing: Shadowed) -> Rank:
+        note: _Note = thing  # type: ignore[assignment]
+        return (note.run.last if note.run is not None else 0.0), -note.depth
+
+    def _compare(self, note: _Note) -> None:
+        """Let both shadows serve a state, and see which reused more of late."""
+        if not self._is_sampled(note.name) or note.n_bytes <= 0:
+            return
+        share = 1 / (self._mask + 1)
+        if (self._n_kept + len(self._ghosts)) * share > _SAMPLE:
+            self._mask = 2 * self._mask + 1
+            for shadow in (self._learned, self._recent):
+                shadow.thin_out(self._is_sampled)
+            return
+        fades = 1 - _FADING
+        self._saved_learned *= fades
+        self._saved_recent *= fades
+        for shadow in (self._learned, self._recent):
+            shadow.capacity_bytes = max(shadow.capacity_bytes, int(self._kept_bytes * share))
+        if self._learned.access(note):
+            self._saved_learned += note.n_tokens
+        if self._recent.access(note):
+            self._saved_recent += note.n_tokens
+        self._decide()
+
+    def _decide(self) -> None:
+        """Let the other order rule when it reused more of late, by more than a hair."""
+        if self._worths is None:
+            return
+        ahead = self._saved_learned - self._saved_recent
+        hair = _HAIR * (self._saved_learned + self._saved_recent)
+        if (ahead > hair and not self.rules) or (ahead < -hair and self.rules):
+            self.rules = not self.rules
+            self._look_at_all()

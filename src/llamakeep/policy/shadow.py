@@ -1,0 +1,120 @@
+"""Caches without bytes: what would have been reused under another rule, told from a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from llamakeep.policy.queue import EvictionQueue, Rank
+
+
+class Shadowed(Protocol):
+    """What a shadow asks of what it would keep."""
+
+    name: bytes
+    n_bytes: int
+
+
+class _Item:
+    """A thing that a shadow would keep."""
+
+    __slots__ = ("created", "hits", "last_used", "of", "queued", "sequence")
+
+    def __init__(self, of: Shadowed) -> None:
+        self.of = of
+        self.created = self.last_used = 0.0
+        self.hits = self.queued = self.sequence = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.of.n_bytes
+
+    @property
+    def n_tokens(self) -> int:  # pragma: no cover - nobody's business here
+        return 0
+
+    @property
+    def marginal_tokens(self) -> int:  # pragma: no cover
+        return 0
+
+
+class _Ranks:
+    """Ranks items by what they stand for."""
+
+    name = "shadow"
+    looks_around = False
+
+    def __init__(self, rank: Callable[[Shadowed], Rank]) -> None:
+        self._rank = rank
+
+    def rank(self, kept: Any, now: float) -> Rank:
+        return self._rank(kept.of)
+
+
+class Shadow:
+    """A cache of things that have a size and nothing else, none depending on another.
+
+    Args:
+        rank: What goes first, at the present time.
+        clock: Seconds, for the queue.
+        selective: Whether what ranks below all that could go for it is not kept.
+
+    Attributes:
+        capacity_bytes: What it may keep.
+        used_bytes: What it keeps.
+    """
+
+    def __init__(self, rank: Callable[[Shadowed], Rank], *, selective: bool) -> None:
+        self.capacity_bytes = self.used_bytes = 0
+        self._rank = rank
+        self._selective = selective
+        self._items: dict[bytes, _Item] = {}
+        self._queue = EvictionQueue[_Item](_Ranks(rank), lambda: 0.0, self._is_kept)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def _is_kept(self, item: _Item) -> bool:
+        return self._items.get(item.of.name) is item
+
+    def access(self, thing: Shadowed) -> bool:
+        """Return whether a thing is there, and keep it. Costs O(log n), amortised."""
+        item = self._items.get(thing.name)
+        if item is not None:
+            self.used_bytes += thing.n_bytes - item.of.n_bytes
+            item.of = thing
+            return True
+        limit = self._rank(thing) if self._selective else None
+        while self.used_bytes + thing.n_bytes > self.capacity_bytes:
+            gone = self._queue.pop(_anything, below=limit)
+            if gone is None:
+                return False
+            self._drop(gone)
+        item = self._items[thing.name] = _Item(thing)
+        self.used_bytes += thing.n_bytes
+        self._queue.push(item)
+        return False
+
+    def look_again(self, name: bytes) -> None:
+        """Rank a thing anew, if it is there."""
+        item = self._items.get(name)
+        if item is not None:
+            self._queue.look_again(item)
+
+    def look_at_all_again(self) -> None:
+        """Rank everything anew."""
+        for item in self._items.values():
+            self._queue.look_again(item)
+
+    def thin_out(self, stays: Callable[[bytes], bool]) -> None:
+        """Forget the things whose names do not stay."""
+        for item in [it for name, it in self._items.items() if not stays(name)]:
+            self._drop(item)
+
+    def _drop(self, item: _Item) -> None:
+        del self._items[item.of.name]
+        self.used_bytes -= item.of.n_bytes
+
+
+def _anything(item: _Item) -> bool:
+    return True
