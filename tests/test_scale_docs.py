@@ -13,7 +13,7 @@ import typer
 from llamakeep.cli import app
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.sequence import KeptSequence
-from llamakeep.simulate.fleet import Fleet, FleetOutcome, replay_fleet
+from llamakeep.simulate.fleet import Fleet, FleetOutcome, SharedUse, replay_fleet
 from llamakeep.simulate.replay import Model
 from llamakeep.simulate.routing import ROUTES, Route
 from llamakeep.simulate.tiers import parse_tiers
@@ -59,6 +59,31 @@ def test_its_options_are_there() -> None:
     used = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - {"--cache-dir"}
     assert {"--replicas", "--route"} <= used <= known
     assert [cells[0].strip("`") for cells in rows_under("## Routers")] == list(ROUTES)
+
+
+def test_the_snippet_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(snippet, "docs/scale.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == [
+        "random:seed=1",
+        "conversation",
+        "prefix:blocks=1000",
+    ]
+    assert all("'shared': " in line for line in lines[:1])
+
+
+def test_the_fields_of_its_table_are_those_of_a_report() -> None:
+    named = {
+        name
+        for cells in rows_under("## In Python, and in JSON")
+        for name in re.findall(r"`(\w+)`", " ".join(cells))
+    }
+    said = {*FleetOutcome("tree", "lru", 1, 0, 0, 0, 0).to_json(), *SharedUse().to_json()}
+    assert named - {"capacity_bytes"} == said
 
 
 # -- replays ---------------------------------------------------------------------------------------

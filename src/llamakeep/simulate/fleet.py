@@ -175,7 +175,7 @@ class FleetDriver:
         replicas: The replicas.
         router: Says who serves a request.
         shared: The tier that they share; None where there is none.
-        openings: How each replica has opened it.
+        openings: How each replica has opened it, in their order; empty where there is none.
         warmup: Requests at the begin that are not counted.
     """
 
@@ -201,7 +201,8 @@ class FleetDriver:
         self._requests = [0] * len(self._replicas)
         self._evaluated = [0] * len(self._replicas)
         self._tokens_before = self._tokens()
-        self._figures_before = self._figures()
+        self._figures_before = _figures(self._openings)
+        self._written_before = self._n_written()
         self._windows: dict[int, Counter[str]] = {}
         self._times: tuple[float, float] | None = None
         self._peak_bytes = self._remembered = 0
@@ -225,7 +226,8 @@ class FleetDriver:
             self._begin()
         self._n_served += 1
         number = self._router.route(request)
-        before = self._figures()
+        opened = self._openings[number : number + 1]
+        before = _figures(opened)
         reused = self._replicas[number].serve(request)
         self._requests[number] += 1
         self._evaluated[number] += int(request.tokens.size) - reused
@@ -235,7 +237,7 @@ class FleetDriver:
         if self._shared is not None:
             self._peak_bytes = max(self._peak_bytes, self._shared.used_bytes)
             window = int((request.timestamp - first) // WINDOW_S)
-            self._windows.setdefault(window, Counter()).update(self._figures() - before)
+            self._windows.setdefault(window, Counter()).update(_figures(opened) - before)
         return reused
 
     def _tokens(self) -> Counter[str]:
@@ -244,19 +246,8 @@ class FleetDriver:
             found.update(replica.reused_tokens)
         return found
 
-    def _figures(self) -> Counter[str]:
-        """Return what went to and from the shared tier so far."""
-        found: Counter[str] = Counter()
-        for tier in self._openings:
-            found["read_bytes"] += tier.read_bytes
-            found["written_bytes"] += tier.written_bytes
-            found["evicted_bytes"] += tier.evicted_bytes
-            found["lookups"] += tier.lookups
-            found["blocks_asked"] += tier.blocks_asked
-            found["states_read"] += tier.calls["get"]
-        if self._shared is not None:
-            found["states_written"] = self._shared.counters["written"]
-        return found
+    def _n_written(self) -> int:
+        return 0 if self._shared is None else self._shared.counters.get("written", 0)
 
     def outcome(self, outcome: FleetOutcome) -> FleetOutcome:
         """Return an outcome with what is known of the fleet, of the requests after the warm-up."""
@@ -277,7 +268,8 @@ class FleetDriver:
             return max((found[what] for found in self._windows.values()), default=0) / WINDOW_S
 
         return SharedUse(
-            **(self._figures() - self._figures_before),
+            **(_figures(self._openings) - self._figures_before),
+            states_written=self._n_written() - self._written_before,
             peak_read_bytes_per_s=peak("read_bytes"),
             peak_written_bytes_per_s=peak("written_bytes"),
             span_s=last - first,
@@ -295,6 +287,19 @@ class FleetDriver:
             replica.check()
         if self._shared is not None:
             self._shared.check()
+
+
+def _figures(openings: Sequence[SizedTier]) -> Counter[str]:
+    """Return what went through these openings of the shared tier so far."""
+    found: Counter[str] = Counter()
+    for tier in openings:
+        found["read_bytes"] += tier.read_bytes
+        found["written_bytes"] += tier.written_bytes
+        found["evicted_bytes"] += tier.evicted_bytes
+        found["lookups"] += tier.lookups
+        found["blocks_asked"] += tier.blocks_asked
+        found["states_read"] += tier.calls["get"]
+    return found
 
 
 def replay_fleet(
