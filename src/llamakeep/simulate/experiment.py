@@ -175,6 +175,8 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         InvalidValue: For an experiment that cannot be meant.
         IntegrityError: When a cache's numbers do not add up at the end.
     """
+    if experiment.fleets:
+        return _run_fleets(trace, experiment, on_progress)
     kind: PolicyKind = "prompts" if experiment.cache == "prompt" else "tree"
     names = experiment.policies or (DEFAULT_POLICY[experiment.cache],)
     for name in names:
@@ -184,36 +186,34 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
     capacities = [capacity_of(text, footprint_bytes) for text in experiment.capacities]
     warmup = warmup_of(experiment.warmup, trace.n_requests)
     saved_ms(0, {}, prefill_tokens_per_s=experiment.prefill_tokens_per_s)
-    if experiment.fleets and experiment.cache != "tree":
-        raise InvalidValue("only trees have replicas")
-    titled = list(zip(experiment.capacities, capacities, strict=True))
-    outcomes: list[Outcome] = []
-    for name, (text, capacity_bytes) in product(names, titled):
-        common: dict[str, Any] = {
-            "capacity_bytes": capacity_bytes,
-            "model": model,
-            "below": experiment.below,
-            "warmup": warmup,
-        }
-        for fleet in experiment.fleets:
-            telling = _telling(on_progress, f"{name} at {text}, {fleet}")
-            outcomes.append(replay_fleet(trace, fleet, policy=name, on_progress=telling, **common))
-        if not experiment.fleets:
-            telling = _telling(on_progress, f"{name} at {text}")
-            policy = parse_policy(name, kind)
-            found = replay(trace, experiment.cache, policy=policy, on_progress=telling, **common)
-            outcomes.append(replace(found, policy=name))  # with its options
+    outcomes = [
+        replace(
+            replay(
+                trace,
+                experiment.cache,
+                capacity_bytes=capacity_bytes,
+                policy=parse_policy(name, kind),
+                model=model,
+                below=experiment.below,
+                warmup=warmup,
+                on_progress=_telling(on_progress, f"{name} at {text}"),
+            ),
+            policy=name,  # with its options
+        )
+        for name in names
+        for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
+    ]
+    below_bytes = sum(tier.capacity_bytes for tier in experiment.below)
     rolling = bool(model.checkpoint_bytes)
-    sizes = dict.fromkeys(fleet.n_replicas for fleet in experiment.fleets) or [1]
     best = [
         (clairvoyant if rolling else bound)(
             trace,
-            capacity_bytes=total_bytes(capacity_bytes, experiment.below, n_replicas),
+            capacity_bytes=capacity_bytes + below_bytes,
             model=model,
             warmup=warmup,
             on_progress=_telling(on_progress, f"what is possible at {text}"),
         )
-        for (text, capacity_bytes), n_replicas in product(titled, sizes)
+        for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
         if experiment.with_bound
     ]
     return Report(
@@ -226,6 +226,58 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         tuple(outcomes),
         tuple(best),
         not rolling and experiment.cache == "tree",
+        tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
+    )
+
+
+def _run_fleets(trace: Trace, experiment: Experiment, on_progress: Progress | None) -> Report:
+    """Replay a trace with replicas. See `run`."""
+    if experiment.cache != "tree":
+        raise InvalidValue("only trees have replicas")
+    names = experiment.policies or (DEFAULT_POLICY["tree"],)
+    for name in names:
+        parse_policy(name, "tree")
+    model, below = experiment.model, experiment.below
+    footprint_bytes = trace.footprint_tokens * model.bytes_per_token
+    capacities = [(text, capacity_of(text, footprint_bytes)) for text in experiment.capacities]
+    warmup = warmup_of(experiment.warmup, trace.n_requests)
+    saved_ms(0, {}, prefill_tokens_per_s=experiment.prefill_tokens_per_s)
+    outcomes = [
+        replay_fleet(
+            trace,
+            fleet,
+            capacity_bytes=capacity_bytes,
+            policy=name,
+            model=model,
+            below=below,
+            warmup=warmup,
+            on_progress=_telling(on_progress, f"{name} at {text}, {fleet}"),
+        )
+        for name, (text, capacity_bytes), fleet in product(names, capacities, experiment.fleets)
+    ]
+    rolling = bool(model.checkpoint_bytes)
+    sizes = dict.fromkeys(fleet.n_replicas for fleet in experiment.fleets)
+    best = [
+        (clairvoyant if rolling else bound)(
+            trace,
+            capacity_bytes=total_bytes(capacity_bytes, below, n_replicas),
+            model=model,
+            warmup=warmup,
+            on_progress=_telling(on_progress, f"what is possible at {text}"),
+        )
+        for (text, capacity_bytes), n_replicas in product(capacities, sizes)
+        if experiment.with_bound
+    ]
+    return Report(
+        trace.name,
+        trace.n_requests,
+        trace.n_blocks,
+        trace.block_tokens,
+        trace.n_tokens,
+        footprint_bytes,
+        tuple(outcomes),
+        tuple(best),
+        not rolling,
         tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
     )
 
