@@ -142,6 +142,22 @@ def test_the_agents_over_a_shared_tier(agents: Trace) -> None:
     ]
 
 
+def test_the_agents_with_drives(agents: Trace) -> None:
+    fleet = Fleet(4, Route("conversation"))
+    use = replayed(agents, fleet, "ram=2GiB,disk=16GiB,shared=24GiB").shared
+    (row,) = (
+        cells
+        for cells in rows_under("A drive in each replica")
+        if cells[:2] == ["agents", "conversation"]
+    )
+    assert use is not None
+    assert row[4:] == [
+        f"{use.read_bytes / GIB:,.1f}",
+        f"{use.peak_read_bytes_per_s / GIB:.3f}",
+    ]
+    assert row[2:4] == [row_of(fleet)[6], row_of(fleet)[8]]
+
+
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
