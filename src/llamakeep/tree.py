@@ -259,6 +259,19 @@ class PrefixTree(SpanForest):
         tiers = {k.tier for node, _ in path.nodes for k in node.states() if k.ref.name in wanted}
         return self._lowest(tiers)
 
+    def tokens_by_tier(self, tokens: IntArray, match: Match) -> dict[str, int]:
+        """Return how many tokens of a match come from each tier: by its segments, or whole."""
+        path = self._path(tokens[: match.n_tokens])
+        tiers = {k.ref.name: k.tier for node, _ in path.nodes for k in node.states()}
+        found: dict[str, int] = {}
+        if match.checkpoint is not None and not match.segments:
+            found[tiers[match.checkpoint.name]] = match.n_tokens
+        ends = [*(ref.start for ref in match.segments[1:]), match.n_tokens]
+        for ref, end in zip(match.segments, ends, strict=False):
+            tier = tiers[ref.name]
+            found[tier] = found.get(tier, 0) + end - ref.start
+        return found
+
     def touch(self, tokens: IntArray, n_tokens: int) -> None:
         """Count a use of the path to `n_tokens`, its checkpoint there included."""
         now = self._clock()

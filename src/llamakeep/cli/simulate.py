@@ -67,6 +67,25 @@ def simulate(
             "ram=8GiB@10GiB,disk=64GiB@2GiB. For the tree.",
         ),
     ] = None,
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Replicas that share the requests, each with its own memory (and disk), over one "
+            "shared tier. More than once. For the tree.",
+        ),
+    ] = None,
+    route: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE]",
+            show_default=False,
+            help="How requests find a replica: random, random:seed=1, conversation, prefix, or "
+            "prefix:blocks=10000 for what its router remembers of each. More than once. Default: "
+            "random.",
+        ),
+    ] = None,
     prefill_rate: Annotated[
         float, typer.Option(metavar="TOKENS", help="Tokens that are evaluated in a second.")
     ] = 500.0,
@@ -105,6 +124,7 @@ def simulate(
         llamakeep simulate trace.jsonl.gz --cache prompt --plot savings.png
         llamakeep simulate trace.jsonl.gz --family hybrid --checkpoint-bytes 20MiB --json
         llamakeep simulate trace.jsonl.gz --tiers ram=8GiB,disk=64GiB@1GiB
+        llamakeep simulate trace.jsonl.gz --tiers ram=8GiB,shared=64GiB --replicas 4 --route prefix
     """  # noqa: D301 - the backspace keeps lines as they are
     from llamakeep.cli.simulating import Asked, simulate_asked
 
@@ -122,5 +142,7 @@ def simulate(
         tails,
         not no_bound,
         plot,
+        replicas=tuple(replicas or ()),
+        routes=tuple(route or ()),
     )
     simulate_asked(asked, as_json=json)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal, cast
 
 from llamakeep.cli import screen
+from llamakeep.cli.fleets import read_fleets, show_fleets
 from llamakeep.errors import InvalidValue
 from llamakeep.runtime.base import Family
 from llamakeep.simulate.experiment import Experiment, Report, run
@@ -47,6 +48,8 @@ class Asked:
         tails: Blocks that are not full are kept too.
         with_bound: Compute what was possible.
         plot: Where to draw it.
+        replicas: How many share the requests; empty for one cache by itself.
+        routes: How requests find one of them; empty for the default.
     """
 
     trace: Path
@@ -62,6 +65,8 @@ class Asked:
     tails: bool = False
     with_bound: bool = True
     plot: Path | None = None
+    replicas: tuple[int, ...] = ()
+    routes: tuple[str, ...] = ()
 
 
 def simulate_asked(asked: Asked, *, as_json: bool) -> None:
@@ -89,6 +94,9 @@ def simulate_asked(asked: Asked, *, as_json: bool) -> None:
         plot_report(report, asked.plot)
     if as_json:
         screen.print_json(report.to_json())
+    elif experiment.fleets:
+        _show_head(report)
+        show_fleets(report)
     else:
         _show(report)
 
@@ -111,6 +119,11 @@ def _experiment(asked: Asked) -> Experiment:
         raise InvalidValue("--capacity or --tiers: one of them says what memory can keep")
     if tiers and asked.cache != "tree":
         raise InvalidValue("--tiers are for --cache tree")
+    fleets = read_fleets(asked.replicas, asked.routes)
+    if fleets and asked.cache != "tree":
+        raise InvalidValue("--replicas are for --cache tree")
+    if fleets and asked.plot is not None:
+        raise InvalidValue("--plot draws one cache by itself, without --replicas")
     return Experiment(
         cast(Literal["tree", "prompt"], asked.cache),
         asked.policies,
@@ -121,6 +134,7 @@ def _experiment(asked: Asked) -> Experiment:
         asked.prefill_tokens_per_s,
         asked.warmup,
         asked.with_bound,
+        fleets,
     )
 
 
@@ -159,12 +173,16 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _show(report: Report) -> None:
+def _show_head(report: Report) -> None:
     screen.say(
         f"{screen.printable(report.trace)}: {report.n_requests:,} requests, "
         f"{report.input_tokens:,} tokens; {format_bytes(report.footprint_bytes)} keep everything"
     )
     screen.say()
+
+
+def _show(report: Report) -> None:
+    _show_head(report)
     best = report.best[0].cache if report.best else ""
     outcomes = [(outcome.policy, outcome) for outcome in report.outcomes]
     outcomes += [(best, outcome) for outcome in report.best]

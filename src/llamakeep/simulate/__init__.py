@@ -1,11 +1,13 @@
 """Replaying traces of requests against the caches of llamakeep, and the best that was possible.
 
 `open_trace` reads a file, `replay` serves its requests with a cache, `bound` and `clairvoyant` say
-what was possible, and `run` does all of that for several policies and capacities.
+what was possible, and `run` does all of that for several policies and capacities. `replay_fleet`
+serves them with several replicas over one shared tier.
 """
 
 from llamakeep.simulate.bound import bound
 from llamakeep.simulate.experiment import Experiment, Report, run
+from llamakeep.simulate.fleet import Fleet, FleetOutcome, SharedUse, replay_fleet
 from llamakeep.simulate.greedy import clairvoyant
 from llamakeep.simulate.replay import (
     Driver,
@@ -17,17 +19,22 @@ from llamakeep.simulate.replay import (
     drive,
     replay,
 )
+from llamakeep.simulate.routing import Route, parse_route
 from llamakeep.simulate.tiers import TierSize, parse_tiers
 from llamakeep.simulate.trace import Request, Trace, open_trace
 
 __all__ = [
     "Driver",
     "Experiment",
+    "Fleet",
+    "FleetOutcome",
     "Model",
     "Outcome",
     "PromptDriver",
     "Report",
     "Request",
+    "Route",
+    "SharedUse",
     "TierSize",
     "Trace",
     "TraceClock",
@@ -36,7 +43,9 @@ __all__ = [
     "clairvoyant",
     "drive",
     "open_trace",
+    "parse_route",
     "parse_tiers",
     "replay",
+    "replay_fleet",
     "run",
 ]

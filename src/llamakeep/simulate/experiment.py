@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 from llamakeep.errors import InvalidValue
 from llamakeep.policy import PolicyKind, parse_policy
 from llamakeep.simulate.bound import bound
+from llamakeep.simulate.fleet import Fleet, FleetOutcome, replay_fleet, total_bytes
 from llamakeep.simulate.greedy import clairvoyant
 from llamakeep.simulate.replay import DEFAULT_POLICY, CacheName, Model, Outcome, replay
 from llamakeep.simulate.tiers import DEFAULT_BYTES_PER_S, TierSize, saved_ms
@@ -37,6 +39,7 @@ class Experiment:
         prefill_tokens_per_s: How fast prompts are evaluated.
         warmup: Requests that are not counted, a number or a share: `1000`, `10%`.
         with_bound: Compute what was possible, too.
+        fleets: Replicas that share the requests, for the tree; empty for one cache by itself.
     """
 
     cache: CacheName = "tree"
@@ -48,6 +51,7 @@ class Experiment:
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     warmup: str = "0"
     with_bound: bool = True
+    fleets: Sequence[Fleet] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,10 @@ class Report:
         block_tokens: Tokens of a full block.
         input_tokens: Tokens of all prompts.
         footprint_bytes: What would keep everything.
-        outcomes: Of each policy at each capacity, the policies in their order.
-        best: What was possible at each capacity; empty if that was not asked for.
+        outcomes: Of each policy at each capacity, the policies in their order; of each fleet, if
+            there are fleets.
+        best: What was possible at each capacity; empty if that was not asked for. For fleets: in
+            one cache of all their memory, for each number of replicas.
         best_is_bound: Nothing can be better than `best`. Not where that is a greedy choice; nor
             for llama-server's cache, whose slot is memory on top of its capacity.
         saved_ms: The milliseconds that each of the outcomes saved, then each of the best.
@@ -99,6 +105,7 @@ class Report:
 
 
 def _row(outcome: Outcome, footprint_bytes: int, ms: float) -> dict[str, Any]:
+    fleet = outcome.to_json() if isinstance(outcome, FleetOutcome) else {}
     return {
         "cache": outcome.cache,
         "policy": outcome.policy,
@@ -113,6 +120,7 @@ def _row(outcome: Outcome, footprint_bytes: int, ms: float) -> dict[str, Any]:
         "evicted_bytes": outcome.evicted_bytes,
         "restored_bytes": dict(outcome.restored_bytes),
         "saved_ms": ms,
+        **fleet,
     }
 
 
@@ -161,12 +169,14 @@ def _share(text: str) -> float | None:
 def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = None) -> Report:
     """Replay a trace as an experiment says. Everything is checked before the first replay.
 
-    Costs a replay for each policy and capacity, and a pass for each capacity's bound.
+    Costs a replay for each policy, capacity and fleet, and a pass for each capacity's bound.
 
     Raises:
         InvalidValue: For an experiment that cannot be meant.
         IntegrityError: When a cache's numbers do not add up at the end.
     """
+    if experiment.fleets:
+        return _run_fleets(trace, experiment, on_progress)
     kind: PolicyKind = "prompts" if experiment.cache == "prompt" else "tree"
     names = experiment.policies or (DEFAULT_POLICY[experiment.cache],)
     for name in names:
@@ -216,6 +226,58 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         tuple(outcomes),
         tuple(best),
         not rolling and experiment.cache == "tree",
+        tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
+    )
+
+
+def _run_fleets(trace: Trace, experiment: Experiment, on_progress: Progress | None) -> Report:
+    """Replay a trace with replicas. See `run`."""
+    if experiment.cache != "tree":
+        raise InvalidValue("only trees have replicas")
+    names = experiment.policies or (DEFAULT_POLICY["tree"],)
+    for name in names:
+        parse_policy(name, "tree")
+    model, below = experiment.model, experiment.below
+    footprint_bytes = trace.footprint_tokens * model.bytes_per_token
+    capacities = [(text, capacity_of(text, footprint_bytes)) for text in experiment.capacities]
+    warmup = warmup_of(experiment.warmup, trace.n_requests)
+    saved_ms(0, {}, prefill_tokens_per_s=experiment.prefill_tokens_per_s)
+    outcomes = [
+        replay_fleet(
+            trace,
+            fleet,
+            capacity_bytes=capacity_bytes,
+            policy=name,
+            model=model,
+            below=below,
+            warmup=warmup,
+            on_progress=_telling(on_progress, f"{name} at {text}, {fleet}"),
+        )
+        for name, (text, capacity_bytes), fleet in product(names, capacities, experiment.fleets)
+    ]
+    rolling = bool(model.checkpoint_bytes)
+    sizes = dict.fromkeys(fleet.n_replicas for fleet in experiment.fleets)
+    best = [
+        (clairvoyant if rolling else bound)(
+            trace,
+            capacity_bytes=total_bytes(capacity_bytes, below, n_replicas),
+            model=model,
+            warmup=warmup,
+            on_progress=_telling(on_progress, f"what is possible at {text}"),
+        )
+        for (text, capacity_bytes), n_replicas in product(capacities, sizes)
+        if experiment.with_bound
+    ]
+    return Report(
+        trace.name,
+        trace.n_requests,
+        trace.n_blocks,
+        trace.block_tokens,
+        trace.n_tokens,
+        footprint_bytes,
+        tuple(outcomes),
+        tuple(best),
+        not rolling,
         tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
     )
 

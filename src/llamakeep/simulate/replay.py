@@ -10,6 +10,7 @@ What an answer adds is not in a trace, and nothing is kept of it: the next turn 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol, TypeAlias
@@ -29,6 +30,7 @@ from llamakeep.simulate.trace import Request, Trace
 from llamakeep.slots import Slots
 from llamakeep.stores.base import TreeStore
 from llamakeep.stores.sized import SizedTier
+from llamakeep.tokens import IntArray
 from llamakeep.tree import PrefixTree
 
 CacheName: TypeAlias = Literal["tree", "prompt"]
@@ -164,6 +166,7 @@ class TreeDriver:
 
     Attributes:
         tree: The tree.
+        reused_tokens: Tokens that were reused, by the tier that they came from.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class TreeDriver:
             policy=policy,
             clock=clock,
         )
+        self.reused_tokens: Counter[str] = Counter()
         self._sequence = KeptSequence(runtime, self.tree)
 
     @property
@@ -203,12 +207,21 @@ class TreeDriver:
         # Of what cannot be kept two tokens are as good as all: they are evaluated behind the rest.
         prompt = request.tokens[: keep + MIN_EVALUATED]
         reused = sequence.resume(prompt).reused_tokens
+        self._count_reused(prompt, reused)
         sequence.advance(prompt[reused:])
         sequence.save(keep)
         sequence.clear()
         if self.tree.store.below:
             self.tree.store.flush()
         return reused
+
+    def _count_reused(self, prompt: IntArray, reused: int) -> None:
+        if not self.tree.store.below:
+            self.reused_tokens["ram"] += reused
+        elif reused:
+            # What was read from below is offered to memory, and comes there with the next save.
+            match = self.tree.match_prefix(prompt, limit=reused)
+            self.reused_tokens.update(self.tree.tokens_by_tier(prompt, match))
 
     def check(self) -> None:
         """Prove that nodes, blobs and counted bytes agree.

@@ -76,6 +76,7 @@ def open_store(
     *,
     policy: str | Policy,
     clock: Callable[[], float],
+    shared: SizedTier | None = None,
 ) -> TreeStore:
     """Return a store for a tree: memory, over tiers that hold sizes.
 
@@ -84,12 +85,16 @@ def open_store(
         below: The tiers below it, nearest first.
         policy: What goes first in them.
         clock: Seconds.
+        shared: What the tier of that name is, where others have it too; None for one of its own.
     """
     memory = MemoryStore(capacity_bytes)
     if not below:
         return memory
     tiers = [
-        SizedTier(each.capacity_bytes, each.tier, policy=policy, clock=clock) for each in below
+        shared.another()
+        if shared is not None and each.tier == shared.tier
+        else SizedTier(each.capacity_bytes, each.tier, policy=policy, clock=clock)
+        for each in below
     ]
     return TieredStore(memory, *tiers, queue_bytes=_UNLIMITED)
 

@@ -57,6 +57,7 @@ class Request:
         sizes: Tokens of each block.
         keep_tokens: How many of its tokens can be kept: all, or those of full blocks.
         next_uses: For each block the number of the next request that has it, or `NEVER`.
+        session: A number for the session that the trace says it belongs to; 0 for none.
     """
 
     timestamp: float
@@ -65,6 +66,7 @@ class Request:
     sizes: npt.NDArray[np.int32]
     keep_tokens: int
     next_uses: npt.NDArray[np.int32]
+    session: int = 0
 
 
 class Trace:
@@ -95,6 +97,7 @@ class Trace:
         self._next = _Column(np.int32)
         self._times = _Column(np.float64)
         self._ends = _Column(np.int64)
+        self._sessions = _Column(np.int64)
         self._tokens: list[IntArray] | None = None
 
     def __repr__(self) -> str:
@@ -108,7 +111,8 @@ class Trace:
 
     def close(self) -> None:
         """Delete the copy. Again: does nothing."""
-        for column in (self._blocks, self._sizes, self._next, self._times, self._ends):
+        columns = (self._blocks, self._sizes, self._next, self._times, self._ends, self._sessions)
+        for column in columns:
             column.close()
 
     def __iter__(self) -> Iterator[Request]:
@@ -127,15 +131,17 @@ class Trace:
                 n_tokens,
                 int(tokens.size) - tail,
                 next_uses[start:end],
+                int(self._sessions.data[index]),
             )
             start = end
 
     # -- made by open_trace ------------------------------------------------------------------------
 
-    def _add(self, timestamp: float, blocks: Any, sizes: Any) -> None:
+    def _add(self, timestamp: float, blocks: Any, sizes: Any, session: int = 0) -> None:
         self._blocks.extend(blocks)
         self._sizes.extend(sizes)
         self._times.extend((timestamp,))
+        self._sessions.extend((session,))
         self.n_requests += 1
         self.n_blocks += len(blocks)
         n_tokens = sum(sizes)
@@ -149,7 +155,7 @@ class Trace:
         Raises:
             InvalidValue: For an id that follows different ones.
         """
-        for column in (self._blocks, self._sizes, self._times, self._ends):
+        for column in (self._blocks, self._sizes, self._times, self._ends, self._sessions):
             column.map()
         self._next.resize(self.n_blocks)
         n_buckets = -(-self.n_blocks // _BUCKET_BLOCKS)
@@ -311,7 +317,12 @@ def _of_lines(path: Path, on_progress: Callable[[int], None], *, tails: bool) ->
                 raise InvalidValue(
                     f"{path}: request {line.id} has a block before its last that is not full"
                 )
-            trace._add(line.timestamp, [_short(id_) for id_ in line.hash_ids], line.block_tokens)
+            trace._add(
+                line.timestamp,
+                [_short(id_) for id_ in line.hash_ids],
+                line.block_tokens,
+                _digest(line.session_id) if line.session_id else 0,
+            )
             if trace.n_requests % 1024 == 0:
                 on_progress(trace.n_requests)
     except BaseException:
@@ -322,9 +333,11 @@ def _of_lines(path: Path, on_progress: Callable[[int], None], *, tails: bool) ->
 
 def _short(block: int) -> int:
     """Return an id that fits into a column: itself, or for one that does not, a digest."""
-    if 0 <= block < 1 << _ID_BITS:
-        return block
-    return int.from_bytes(blake3(str(block).encode()).digest(8), "little") >> (64 - _ID_BITS)
+    return block if 0 <= block < 1 << _ID_BITS else _digest(str(block))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake3(text.encode()).digest(8), "little") >> (64 - _ID_BITS)
 
 
 def _of_workload(path: Path) -> Trace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 
 import numpy as np
 
@@ -90,7 +91,10 @@ class SizedTier(FakeTier):
 
     Attributes:
         read_bytes: Bytes that were read.
+        written_bytes: Bytes that were written.
         evicted_bytes: Bytes that were evicted.
+        lookups: How often it was asked what it has.
+        blocks_asked: In how many blocks.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class SizedTier(FakeTier):
     ) -> None:
         super().__init__(capacity_bytes, tier)
         self.reads_into_its_own = False  # there is nothing that would be overwritten
-        self.read_bytes = self.evicted_bytes = 0
+        self._count_anew()
         self._clock = clock
         self._states: dict[bytes, _Held] = {}
         # By block and its first token, for it is there that most prompts part.
@@ -114,12 +118,17 @@ class SizedTier(FakeTier):
         self._queue = EvictionQueue[_Held](
             get_policy(policy_below(policy), "disk"), clock, self._is_held
         )
-        self._n_put = 0
+        self._numbers = count(1)
+
+    def _count_anew(self) -> None:
+        self.read_bytes = self.written_bytes = self.evicted_bytes = 0
+        self.lookups = self.blocks_asked = 0
 
     def another(self) -> SizedTier:
-        """Return a tier over the same states, as another process opens it."""
+        """Return a tier over the same states, as another process opens it: it counts its own."""
         tier = copy.copy(self)
         tier.failing, tier.calls, tier.closed = set(), Counter(), False
+        tier._count_anew()
         return tier
 
     def _is_held(self, held: _Held) -> bool:
@@ -139,8 +148,7 @@ class SizedTier(FakeTier):
             if not self._make_room(n_bytes, place) or not super().put(name, n_bytes, produce):
                 self.counters["refused_full"] += 1
                 return False
-            self._n_put += 1
-            held = _Held(self, name, place, n_bytes, self._clock(), self._n_put)
+            held = _Held(self, name, place, n_bytes, self._clock(), next(self._numbers))
             self._states[name] = held
             self._by_begin.setdefault(_begin(place), {})[name] = held
             self._by_first.setdefault(_first(place), {})[name] = held
@@ -149,6 +157,7 @@ class SizedTier(FakeTier):
                 self._closing[place.next_block] = held
             self._queue.push(held)
             self.counters["written"] += 1
+            self.written_bytes += n_bytes
             return True
 
     def _make_room(self, n_bytes: int, place: Place) -> bool:
@@ -236,6 +245,8 @@ class SizedTier(FakeTier):
         """Return what is kept in these blocks and begins like the prompt. See `Tier.find`."""
         found = []
         with self._lock:
+            self.lookups += 1
+            self.blocks_asked += len(blocks)
             for block in blocks if not self.closed else ():
                 for start in self._in_block.get(block.name, ()):
                     if start - block.origin >= block.tokens.size:
