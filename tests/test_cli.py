@@ -49,7 +49,7 @@ def test_help_groups_the_commands(runner: CliRunner) -> None:
     rest, _, last = rest.partition("When a prompt is read again:\n")
     last, _, study = last.partition("Study what to keep:\n")
     assert re.findall(r"^  (\w+)  +\w", last, re.MULTILINE) == ["explain"]
-    assert re.findall(r"^  (\w+)  +\w", study, re.MULTILINE) == ["simulate"]
+    assert re.findall(r"^  (\w+)  +\w", study, re.MULTILINE) == ["simulate", "chats"]
     found = re.findall(r"^  (\w+)  +\w", rest, re.MULTILINE)
     assert found == ["ls", "stats", "check", "trim", "rm", "export", "import"]
     assert "..." not in rest  # no sentence is cut

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from llamakeep.cli import cache, explain, serve, simulate
+from llamakeep.cli import cache, chats, explain, serve, simulate
 from llamakeep.cli.demo import demo
 from llamakeep.cli.group import FAILED, INTERRUPTED, UNREAD, WRONG, Commands
 
@@ -97,6 +97,7 @@ for _command in (cache.ls, cache.stats, cache.check, cache.trim, cache.rm, cache
 app.command("import", rich_help_panel=cache.SUBJECT)(cache.import_)
 app.command(rich_help_panel=explain.SUBJECT)(explain.explain)
 app.command(rich_help_panel=simulate.SUBJECT)(simulate.simulate)
+app.command(rich_help_panel=simulate.SUBJECT)(chats.chats)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from blake3 import blake3
 
 from llamakeep.errors import InvalidValue
 from llamakeep.explain.record import read_log
-from llamakeep.simulate.workload import is_workload, read_workload
+from llamakeep.simulate.workload import Workload, is_workload, read_workload
 from llamakeep.tokens import IntArray
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -58,6 +58,9 @@ class Request:
         keep_tokens: How many of its tokens can be kept: all, or those of full blocks.
         next_uses: For each block the number of the next request that has it, or `NEVER`.
         session: A number for the session that the trace says it belongs to; 0 for none.
+        known_tokens: How many of its tokens that can be kept were in requests before it: what is
+            evaluated of them is evaluated again.
+        user_starts: Positions where a user message starts, ascending; where a file says so.
     """
 
     timestamp: float
@@ -67,6 +70,8 @@ class Request:
     keep_tokens: int
     next_uses: npt.NDArray[np.int32]
     session: int = 0
+    known_tokens: int = 0
+    user_starts: tuple[int, ...] = ()
 
 
 class Trace:
@@ -98,7 +103,9 @@ class Trace:
         self._times = _Column(np.float64)
         self._ends = _Column(np.int64)
         self._sessions = _Column(np.int64)
+        self._known = _Column(np.int64)
         self._tokens: list[IntArray] | None = None
+        self._user_starts: list[tuple[int, ...]] = []
 
     def __repr__(self) -> str:
         return f"Trace({self.name}: {self.n_requests:,} requests, {self.n_tokens:,} tokens)"
@@ -111,8 +118,9 @@ class Trace:
 
     def close(self) -> None:
         """Delete the copy. Again: does nothing."""
-        columns = (self._blocks, self._sizes, self._next, self._times, self._ends, self._sessions)
-        for column in columns:
+        of_blocks = (self._blocks, self._sizes, self._next)
+        of_requests = (self._times, self._ends, self._sessions, self._known)
+        for column in (*of_blocks, *of_requests):
             column.close()
 
     def __iter__(self) -> Iterator[Request]:
@@ -132,6 +140,8 @@ class Trace:
                 int(tokens.size) - tail,
                 next_uses[start:end],
                 int(self._sessions.data[index]),
+                int(self._known.data[index]),
+                self._user_starts[index] if self._user_starts else (),
             )
             start = end
 
@@ -158,6 +168,7 @@ class Trace:
         for column in (self._blocks, self._sizes, self._times, self._ends, self._sessions):
             column.map()
         self._next.resize(self.n_blocks)
+        self._known.resize(self.n_requests)
         n_buckets = -(-self.n_blocks // _BUCKET_BLOCKS)
         for bucket in range(n_buckets):
             self._link(self._places_of(bucket, n_buckets))
@@ -201,9 +212,14 @@ class Trace:
         next_uses = np.full(ids.size, NEVER, np.int32)
         next_uses[:-1][again] = requests[1:][again]
         self._next.data[places] = next_uses
-        firsts = np.flatnonzero(np.concatenate(([True], ~again)))
+        is_first = np.concatenate(([True], ~again))
         # The last block of a prompt may be the beginning of a longer one with the same id.
-        self.footprint_tokens += int(np.maximum.reduceat(sizes, firsts).sum())
+        self.footprint_tokens += int(np.maximum.reduceat(sizes, np.flatnonzero(is_first)).sum())
+        room = int(sizes.max()) + 1
+        groups = np.cumsum(is_first, dtype=np.int64) * room
+        longest = np.maximum.accumulate(groups + sizes) - groups  # of those up to each
+        known = np.minimum(sizes[1:], longest[:-1])[again]
+        np.add.at(self._known.data, requests[1:][again], known)
 
 
 class _Column:
@@ -283,7 +299,7 @@ def open_trace(
     trace = None
     try:
         if is_workload(path):
-            trace = _of_workload(path)
+            trace = _of_workload(read_workload(path), path.name)
         else:
             trace = _of_lines(path, on_progress or _nobody, tails=tails)
         if not trace.n_tokens:
@@ -340,14 +356,30 @@ def _digest(text: str) -> int:
     return int.from_bytes(blake3(text.encode()).digest(8), "little") >> (64 - _ID_BITS)
 
 
-def _of_workload(path: Path) -> Trace:
-    workload = read_workload(path)
-    trace = Trace(path.name, workload.block_tokens, tails=True)
+def trace_of(workload: Workload, name: str) -> Trace:
+    """Return the requests of a workload that is in memory, a second between them.
+
+    Raises:
+        InvalidValue: For one without tokens.
+    """
+    trace = _of_workload(workload, name)
+    try:
+        if not trace.n_tokens:
+            raise InvalidValue(f"{name} has no requests with tokens")
+        trace._finish()
+    except BaseException:
+        trace.close()
+        raise
+    return trace
+
+
+def _of_workload(workload: Workload, name: str) -> Trace:
+    trace = Trace(name, workload.block_tokens, tails=True)
     try:
         for number, (blocks, sizes) in enumerate(workload.cut()):
             trace._add(float(number), blocks, sizes)
     except BaseException:
         trace.close()
         raise
-    trace._tokens = workload.prompts
+    trace._tokens, trace._user_starts = workload.prompts, workload.user_starts
     return trace

@@ -1,4 +1,7 @@
-"""Workloads of token prompts: one JSON list, each of its objects with the tokens of a prompt."""
+"""Workloads of token prompts: one JSON list, each of its objects with the tokens of a prompt.
+
+An object may say in `user_starts`, too, where user messages start in its tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import json
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from llamakeep.errors import InvalidValue, StoreError, TokenError
 from llamakeep.radix import Node, descend
@@ -44,11 +48,13 @@ class Workload:
     """Prompts by their tokens.
 
     Attributes:
-        prompts: The tokens of each, in order.
+        prompts: The tokens of each, in order; none is empty.
+        user_starts: Where user messages start in each, ascending; no list at all for nowhere.
         block_tokens: Tokens of a segment.
     """
 
     prompts: list[IntArray]
+    user_starts: list[tuple[int, ...]] = field(default_factory=list)
     block_tokens: int = SEGMENT_TOKENS
 
     def cut(self) -> Iterator[tuple[list[int], list[int]]]:
@@ -124,7 +130,7 @@ def read_workload(path: Path) -> Workload:
         requests = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path}: no JSON: {error}") from None
-    prompts = []
+    prompts, starts = [], []
     for number, request in enumerate(requests, 1):
         tokens = request.get("tokens") if isinstance(request, dict) else None
         if not isinstance(tokens, list):
@@ -133,6 +139,19 @@ def read_workload(path: Path) -> Workload:
             prompt = as_tokens(tokens)
         except TokenError as error:
             raise InvalidValue(f"{path}, request {number}: {error}") from None
-        if prompt.size:
-            prompts.append(prompt)
-    return Workload(prompts)
+        if not prompt.size:
+            continue
+        try:
+            starts.append(_starts(request.get("user_starts", []), int(prompt.size)))
+        except InvalidValue as error:
+            raise InvalidValue(f"{path}, request {number}: {error}") from None
+        prompts.append(prompt)
+    return Workload(prompts, starts)
+
+
+def _starts(values: Any, n_tokens: int) -> tuple[int, ...]:
+    """Return where user messages start, if these are positions of a prompt that ascend."""
+    known = isinstance(values, list) and all(type(value) is int for value in values)
+    if not known or not all(before < after for before, after in pairwise([-1, *values, n_tokens])):
+        raise InvalidValue(f"user_starts must be numbers that ascend below {n_tokens}")
+    return tuple(values)
