@@ -172,6 +172,11 @@ class CheckpointList:
         return True
 
     @property
+    def policy_name(self) -> str:
+        """Which goes first when there is no room."""
+        return self._policy_name
+
+    @property
     def n_bytes(self) -> int:
         """What all states occupy in RAM."""
         return self._budget.used_bytes

@@ -58,6 +58,80 @@ def simulate(
             help="What a checkpoint occupies, in all families but attention.",
         ),
     ] = None,
+    n_swa: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Tokens of the window, in families that have one. Default: 1024.",
+        ),
+    ] = None,
+    ctx_checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx-checkpoints",
+            "--max-checkpoints",
+            metavar="N",
+            min=0,
+            show_default=False,
+            help="Most checkpoints of a slot, or along one prompt of the tree. Default: 32.",
+        ),
+    ] = None,
+    max_checkpoint_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            show_default=False,
+            help="What the checkpoints of a slot, or all of the tree, may occupy.",
+        ),
+    ] = None,
+    checkpoint_min_step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            show_default=False,
+            help="Least tokens between checkpoints at user messages. Default: 8192; for the tree "
+            "512.",
+        ),
+    ] = None,
+    checkpoint_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE]",
+            show_default=False,
+            help="Which checkpoint of a slot goes first; foresight knows what comes. More than "
+            "once. For --cache prompt. Default: neighbor-gap; with --restore upstream, upstream.",
+        ),
+    ] = None,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Which checkpoint of a slot is restored: upstream, exact or prefix. For --cache "
+            "prompt. Default: upstream; with --prompt-mode keep, prefix.",
+        ),
+    ] = None,
+    keep_checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="How many of a slot's checkpoints go into the prompt cache with it: all, last or "
+            "none. Default: all.",
+        ),
+    ] = None,
+    prompt_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Rules of the prompt cache: upstream, or keep, which loses nothing that it has "
+            "room for. Default: upstream.",
+        ),
+    ] = None,
     tiers: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +199,7 @@ def simulate(
         llamakeep simulate trace.jsonl.gz --family hybrid --checkpoint-bytes 20MiB --json
         llamakeep simulate trace.jsonl.gz --tiers ram=8GiB,disk=64GiB@1GiB
         llamakeep simulate trace.jsonl.gz --tiers ram=8GiB,shared=64GiB --replicas 4 --route prefix
+        llamakeep simulate chats.json --cache prompt --family swa --checkpoint-bytes 20MiB
     """  # noqa: D301 - the backspace keeps lines as they are
     from llamakeep.cli.simulating import Asked, simulate_asked
 
@@ -144,5 +219,13 @@ def simulate(
         plot,
         replicas=tuple(replicas or ()),
         routes=tuple(route or ()),
+        prompt_mode=prompt_mode,
+        checkpoint_policies=tuple(checkpoint_policy or ()),
+        restore=restore,
+        keep_checkpoints=keep_checkpoints,
+        ctx_checkpoints=ctx_checkpoints,
+        max_checkpoint_bytes=max_checkpoint_bytes,
+        checkpoint_min_step=checkpoint_min_step,
+        n_swa=n_swa,
     )
     simulate_asked(asked, as_json=json)

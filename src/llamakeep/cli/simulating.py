@@ -9,25 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast
 
+from llamakeep.checkpoint_list import Restore
 from llamakeep.cli import screen
 from llamakeep.cli.fleets import read_fleets, show_fleets
 from llamakeep.errors import InvalidValue
+from llamakeep.prompt_cache import CacheMode, KeepCheckpoints
 from llamakeep.runtime.base import Family
 from llamakeep.simulate.experiment import Experiment, Report, run
-from llamakeep.simulate.replay import DEFAULT_POLICY, Model, Outcome
+from llamakeep.simulate.replay import DEFAULT_POLICY, N_SWA, Model, Outcome
+from llamakeep.simulate.rules import KEEPS, MODES, RESTORES, CheckpointRules
 from llamakeep.simulate.tiers import DEFAULT_BYTES_PER_S, parse_tiers
 from llamakeep.simulate.trace import open_trace
 from llamakeep.sizes import format_bytes, parse_bytes
 
 _CAPACITIES: Final = ("2%", "5%", "10%", "20%", "50%")
 _BAR_WIDTH: Final = 16  # the room that a last column has at least, so that none is cut
+_CHECKPOINTS: Final = "checkpoints"
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _NOTES: Final = {
     ("bound", True): "bound: Belady's optimum on the same blocks; nothing can save more.",
     ("bound", False): "bound: Belady's optimum in that capacity; the slot is memory on top of it.",
     ("clairvoyant", False): "clairvoyant: a greedy choice that knows the future; no bound.",
 }
-_TITLES: Final = ("policy", "capacity", "saved", "hit", "evaluated", "evicted", "time saved", "")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Asked:
         plot: Where to draw it.
         replicas: How many share the requests; empty for one cache by itself.
         routes: How requests find one of them; empty for the default.
+        prompt_mode: `upstream` or `keep`; None for the product's choice, as below.
+        checkpoint_policies: Which checkpoint of a slot goes first.
+        restore: `upstream`, `exact` or `prefix`.
+        keep_checkpoints: `all`, `last` or `none`.
+        ctx_checkpoints: Most checkpoints.
+        max_checkpoint_bytes: A size.
+        checkpoint_min_step: Tokens.
+        n_swa: Tokens of a window; None for a common one.
     """
 
     trace: Path
@@ -67,6 +78,14 @@ class Asked:
     plot: Path | None = None
     replicas: tuple[int, ...] = ()
     routes: tuple[str, ...] = ()
+    prompt_mode: str | None = None
+    checkpoint_policies: tuple[str, ...] = ()
+    restore: str | None = None
+    keep_checkpoints: str | None = None
+    ctx_checkpoints: int | None = None
+    max_checkpoint_bytes: str | None = None
+    checkpoint_min_step: int | None = None
+    n_swa: int | None = None
 
 
 def simulate_asked(asked: Asked, *, as_json: bool) -> None:
@@ -111,8 +130,13 @@ def _experiment(asked: Asked) -> Experiment:
     if (family is Family.ATTENTION) != (asked.checkpoint_bytes is None):
         wants = "has no checkpoints" if family is Family.ATTENTION else "needs --checkpoint-bytes"
         raise InvalidValue(f"the {family.value} family {wants}")
+    if asked.n_swa is not None and not family.has_window:
+        raise InvalidValue(f"the {family.value} family has no window: leave out --n-swa")
     model = Model(
-        parse_bytes(asked.bytes_per_token), family, parse_bytes(asked.checkpoint_bytes or "0")
+        parse_bytes(asked.bytes_per_token),
+        family,
+        parse_bytes(asked.checkpoint_bytes or "0"),
+        N_SWA if asked.n_swa is None else asked.n_swa,
     )
     tiers = parse_tiers(asked.tiers) if asked.tiers is not None else ()
     if tiers and asked.capacities:
@@ -135,6 +159,52 @@ def _experiment(asked: Asked) -> Experiment:
         asked.warmup,
         asked.with_bound,
         fleets,
+        _rules(asked, family),
+        asked.checkpoint_policies,
+    )
+
+
+def _rules(asked: Asked, family: Family) -> CheckpointRules:
+    """Return how checkpoints are treated, if that can be meant with this cache and family."""
+    of_prompts = {
+        "--prompt-mode": asked.prompt_mode,
+        "--checkpoint-policy": asked.checkpoint_policies or None,
+        "--restore": asked.restore,
+        "--keep-checkpoints": asked.keep_checkpoints,
+    }
+    of_checkpoints = {
+        **{flag: value for flag, value in of_prompts.items() if flag != "--prompt-mode"},
+        "--ctx-checkpoints": asked.ctx_checkpoints,
+        "--max-checkpoint-bytes": asked.max_checkpoint_bytes,
+        "--checkpoint-min-step": asked.checkpoint_min_step,
+    }
+    if family is Family.ATTENTION:
+        for flag, value in of_checkpoints.items():
+            if value is not None:
+                raise InvalidValue(f"the attention family has no checkpoints: leave out {flag}")
+    if asked.cache != "prompt":
+        for flag, value in of_prompts.items():
+            if value is not None:
+                raise InvalidValue(f"{flag} is for --cache prompt; the tree has --policy alone")
+    if asked.replicas:
+        for flag, value in of_checkpoints.items():
+            if value is not None:
+                raise InvalidValue(f"--replicas do without {flag}")
+    for flag, value, known in (
+        ("--prompt-mode", asked.prompt_mode, MODES),
+        ("--restore", asked.restore, RESTORES),
+        ("--keep-checkpoints", asked.keep_checkpoints, KEEPS),
+    ):
+        if value is not None and value not in known:
+            raise InvalidValue(f"{flag} must be one of {', '.join(known)}, not {value!r}")
+    n_bytes = asked.max_checkpoint_bytes
+    return CheckpointRules(
+        mode=cast("CacheMode | None", asked.prompt_mode),
+        restore=cast("Restore | None", asked.restore),
+        keep=cast("KeepCheckpoints | None", asked.keep_checkpoints),
+        limit=asked.ctx_checkpoints,
+        limit_bytes=None if n_bytes is None else parse_bytes(n_bytes),
+        min_step=asked.checkpoint_min_step,
     )
 
 
@@ -190,24 +260,32 @@ def _show(report: Report) -> None:
         _row(name, outcome, ms, report)
         for (name, outcome), ms in zip(outcomes, report.saved_ms, strict=True)
     ]
-    screen.show_table(_TITLES, rows, right=_TITLES[1:-1])
+    titles = [title for title in rows[0] if any(row[title] for row in rows) or not title]
+    screen.show_table(
+        titles,
+        [[row[title] for title in titles] for row in rows],
+        right=[title for title in titles[1:-1] if title != _CHECKPOINTS],
+    )
     if report.best:
         screen.say()
         screen.say(_NOTES[best, report.best_is_bound])
 
 
-def _row(name: str, outcome: Outcome, ms: float, report: Report) -> tuple[str, ...]:
+def _row(name: str, outcome: Outcome, ms: float, report: Report) -> dict[str, str]:
+    """Return cells by their titles; a column without a text in any row is left out."""
     share = outcome.capacity_bytes / report.footprint_bytes if report.footprint_bytes else 0.0
-    return (
-        name,
-        f"{format_bytes(outcome.capacity_bytes)} = {100 * share:.3g} %",
-        f"{outcome.saved_share:.1%}",
-        f"{outcome.requests_hit:,}",
-        f"{outcome.evaluated_tokens:,}",
-        format_bytes(outcome.evicted_bytes),
-        _span(ms),
-        bar(outcome.saved_share),
-    )
+    return {
+        "policy": name,
+        _CHECKPOINTS: outcome.checkpoint_policy,
+        "capacity": f"{format_bytes(outcome.capacity_bytes)} = {100 * share:.3g} %",
+        "saved": f"{outcome.saved_share:.1%}",
+        "hit": f"{outcome.requests_hit:,}",
+        "evaluated": f"{outcome.evaluated_tokens:,}",
+        "again": f"{outcome.reevaluated_tokens:,}" if report.has_checkpoints else "",
+        "evicted": format_bytes(outcome.evicted_bytes),
+        "time saved": _span(ms),
+        "": bar(outcome.saved_share),
+    }
 
 
 def _span(ms: float) -> str:

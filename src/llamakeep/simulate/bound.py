@@ -121,7 +121,7 @@ def bound(
         raise InvalidValue(f"warmup must be 0 to {trace.n_requests - 1} requests, not {warmup}")
     bytes_per_token = (model or Model()).bytes_per_token
     belady = Belady(capacity_bytes // bytes_per_token)
-    hits = input_tokens = reused_tokens = evicted = 0
+    hits = input_tokens = reused_tokens = again = evicted = 0
     for index, request in enumerate(trace):
         if index == warmup:
             evicted = belady.evicted_tokens
@@ -130,6 +130,7 @@ def bound(
             hits += bool(reused)
             input_tokens += int(request.tokens.size)
             reused_tokens += reused
+            again += max(0, request.known_tokens - reused)
         if on_progress is not None and index % _REPORT_EVERY == 0:
             on_progress(index, trace.n_requests)
     return Outcome(
@@ -142,4 +143,5 @@ def bound(
         reused_tokens,
         (belady.evicted_tokens - evicted) * bytes_per_token,
         {"ram": reused_tokens * bytes_per_token},
+        again,
     )

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from llamakeep.errors import InvalidValue
-from llamakeep.policy import PolicyKind, parse_policy
+from llamakeep.policy import Policy, PolicyKind, parse_policy
 from llamakeep.simulate.bound import bound
 from llamakeep.simulate.fleet import Fleet, FleetOutcome, replay_fleet, total_bytes
+from llamakeep.simulate.foresight import Foresight
 from llamakeep.simulate.greedy import clairvoyant
 from llamakeep.simulate.replay import DEFAULT_POLICY, CacheName, Model, Outcome, replay
+from llamakeep.simulate.rules import DEFAULT_RULES, CheckpointRules
 from llamakeep.simulate.tiers import DEFAULT_BYTES_PER_S, TierSize, saved_ms
 from llamakeep.simulate.trace import Trace
 from llamakeep.sizes import parse_bytes
@@ -40,6 +42,10 @@ class Experiment:
         warmup: Requests that are not counted, a number or a share: `1000`, `10%`.
         with_bound: Compute what was possible, too.
         fleets: Replicas that share the requests, for the tree; empty for one cache by itself.
+        checkpoints: How checkpoints are taken, kept and restored; their policy is not looked at.
+        checkpoint_policies: Which checkpoint of a slot goes first, as `parse_policy` reads it, or
+            `foresight`; each with each of `policies`. Empty for the product's choice. For the
+            prompt cache.
     """
 
     cache: CacheName = "tree"
@@ -52,6 +58,8 @@ class Experiment:
     warmup: str = "0"
     with_bound: bool = True
     fleets: Sequence[Fleet] = ()
+    checkpoints: CheckpointRules = DEFAULT_RULES
+    checkpoint_policies: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,7 @@ class Report:
             one cache of all their memory, for each number of replicas.
         best_is_bound: Nothing can be better than `best`. Not where that is a greedy choice; nor
             for llama-server's cache, whose slot is memory on top of its capacity.
+        has_checkpoints: The family needs them.
         saved_ms: The milliseconds that each of the outcomes saved, then each of the best.
     """
 
@@ -83,6 +92,7 @@ class Report:
     outcomes: tuple[Outcome, ...]
     best: tuple[Outcome, ...]
     best_is_bound: bool
+    has_checkpoints: bool
     saved_ms: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -109,6 +119,7 @@ def _row(outcome: Outcome, footprint_bytes: int, ms: float) -> dict[str, Any]:
     return {
         "cache": outcome.cache,
         "policy": outcome.policy,
+        "checkpoint_policy": outcome.checkpoint_policy or None,
         "capacity_bytes": outcome.capacity_bytes,
         "capacity_share": outcome.capacity_bytes / footprint_bytes if footprint_bytes else None,
         "saved_share": outcome.saved_share,
@@ -117,6 +128,7 @@ def _row(outcome: Outcome, footprint_bytes: int, ms: float) -> dict[str, Any]:
         "input_tokens": outcome.input_tokens,
         "reused_tokens": outcome.reused_tokens,
         "evaluated_tokens": outcome.evaluated_tokens,
+        "reevaluated_tokens": outcome.reevaluated_tokens,
         "evicted_bytes": outcome.evicted_bytes,
         "restored_bytes": dict(outcome.restored_bytes),
         "saved_ms": ms,
@@ -182,34 +194,36 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
     for name in names:
         parse_policy(name, kind)
     model = experiment.model
+    rules = _rules(trace, experiment)
+    for each in rules.values():
+        each.check(experiment.cache, model.family)
     footprint_bytes = trace.footprint_tokens * model.bytes_per_token
     capacities = [capacity_of(text, footprint_bytes) for text in experiment.capacities]
     warmup = warmup_of(experiment.warmup, trace.n_requests)
     saved_ms(0, {}, prefill_tokens_per_s=experiment.prefill_tokens_per_s)
-    outcomes = [
-        replace(
-            replay(
+    outcomes = []
+    for name, (of_checkpoints, each) in product(names, rules.items()):
+        for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True):
+            found = replay(
                 trace,
                 experiment.cache,
                 capacity_bytes=capacity_bytes,
                 policy=parse_policy(name, kind),
                 model=model,
                 below=experiment.below,
+                checkpoints=each,
                 warmup=warmup,
-                on_progress=_telling(on_progress, f"{name} at {text}"),
-            ),
-            policy=name,  # with its options
-        )
-        for name in names
-        for text, capacity_bytes in zip(experiment.capacities, capacities, strict=True)
-    ]
-    below_bytes = sum(tier.capacity_bytes for tier in experiment.below)
+                on_progress=_telling(on_progress, f"{_title(name, of_checkpoints)} at {text}"),
+            )
+            chosen = of_checkpoints or found.checkpoint_policy
+            # With their options.
+            outcomes.append(replace(found, policy=name, checkpoint_policy=chosen))
     rolling = bool(model.checkpoint_bytes)
     best = [
-        (clairvoyant if rolling else bound)(
+        _best(
             trace,
-            capacity_bytes=capacity_bytes + below_bytes,
-            model=model,
+            experiment,
+            capacity_bytes,
             warmup=warmup,
             on_progress=_telling(on_progress, f"what is possible at {text}"),
         )
@@ -226,14 +240,76 @@ def run(trace: Trace, experiment: Experiment, on_progress: Progress | None = Non
         tuple(outcomes),
         tuple(best),
         not rolling and experiment.cache == "tree",
+        rolling,
         tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
     )
+
+
+def _rules(trace: Trace, experiment: Experiment) -> dict[str, CheckpointRules]:
+    """Return the rules for each policy of checkpoints, "" for none that was asked for."""
+    rules = replace(experiment.checkpoints, policy=None)
+    names = experiment.checkpoint_policies
+    found = {
+        name: replace(
+            rules,
+            policy=cast(Policy, Foresight(trace, exact=rules.restore == "exact"))
+            if name == Foresight.name
+            else parse_policy(name, "checkpoints"),
+        )
+        for name in names
+    }
+    return found or {"": rules}
+
+
+def _title(name: str, of_checkpoints: str) -> str:
+    return f"{name}, {of_checkpoints}" if of_checkpoints else name
+
+
+def _best(
+    trace: Trace,
+    experiment: Experiment,
+    capacity_bytes: int,
+    *,
+    warmup: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> Outcome:
+    """Return what was possible with a capacity and what is below.
+
+    With checkpoints, that of the slot too: it is memory on top of the capacity of llama-server's
+    cache, and without it the clairvoyant would have less than those it is compared with.
+    """
+    model, rules = experiment.model, experiment.checkpoints
+    capacity_bytes += sum(tier.capacity_bytes for tier in experiment.below)
+    if not model.checkpoint_bytes:
+        return bound(
+            trace,
+            capacity_bytes=capacity_bytes,
+            model=model,
+            warmup=warmup,
+            on_progress=on_progress,
+        )
+    limit, limit_bytes, slot_bytes = rules.limit, rules.limit_bytes, 0
+    if experiment.cache == "prompt":
+        limit, limit_bytes = rules.most_of_slot(model.checkpoint_bytes), None
+        slot_bytes = model.state_bytes(trace.longest_tokens) + limit * model.checkpoint_bytes
+    found = clairvoyant(
+        trace,
+        capacity_bytes=capacity_bytes + slot_bytes,
+        model=model,
+        limit=limit,
+        limit_bytes=limit_bytes,
+        warmup=warmup,
+        on_progress=on_progress,
+    )
+    return replace(found, capacity_bytes=capacity_bytes)
 
 
 def _run_fleets(trace: Trace, experiment: Experiment, on_progress: Progress | None) -> Report:
     """Replay a trace with replicas. See `run`."""
     if experiment.cache != "tree":
         raise InvalidValue("only trees have replicas")
+    if experiment.checkpoint_policies or experiment.checkpoints != DEFAULT_RULES:
+        raise InvalidValue("replicas treat checkpoints as the product does: they take no rules")
     names = experiment.policies or (DEFAULT_POLICY["tree"],)
     for name in names:
         parse_policy(name, "tree")
@@ -278,6 +354,7 @@ def _run_fleets(trace: Trace, experiment: Experiment, on_progress: Progress | No
         tuple(outcomes),
         tuple(best),
         not rolling,
+        rolling,
         tuple(_saved_ms(experiment, each) for each in (*outcomes, *best)),
     )
 

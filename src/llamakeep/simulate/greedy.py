@@ -6,10 +6,14 @@ solved by Belady's rule, nor by any fast one. So this knows where each request w
 that came before it, takes checkpoints there and nowhere else, and when there are too many gives up
 what is worth least: tokens saved at its next use, for each byte that it alone needs and each
 request until then. Something better may exist; what it saves can be saved.
+
+Checkpoints may be limited by themselves, too, as caches limit them: their number along one prompt,
+and the bytes of all of them. What is worth least of those goes then, whatever room is left.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Final
@@ -70,17 +74,29 @@ class Clairvoyant:
         capacity_bytes: What it can keep.
         model: What states occupy.
         wanted: What `partings` returned.
+        limit: Most checkpoints along one prompt; None for no limit.
+        limit_bytes: What all checkpoints may occupy; None for no limit of their own.
 
     Attributes:
         used_bytes: What is kept.
         evicted_bytes: What was kept after a request and is not any more, though it is wanted.
     """
 
-    def __init__(self, capacity_bytes: int, model: Model, wanted: dict[int, list[int]]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        model: Model,
+        wanted: dict[int, list[int]],
+        *,
+        limit: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._row_bytes = 0 if model.family is Family.RECURRENT else model.bytes_per_token
         self._point_bytes = model.checkpoint_bytes
         self._wanted = wanted
+        self._most_along = sys.maxsize if limit is None else limit
+        self._most = sys.maxsize if limit_bytes is None else limit_bytes // self._point_bytes
         self._points: dict[int, _Point] = {}
         self._users: dict[int, int] = {}  # checkpoints that need the rows of a block
         self.used_bytes = self.evicted_bytes = 0
@@ -100,6 +116,11 @@ class Clairvoyant:
             next_use = self._next_use(blocks[i], index)
             if next_use != NEVER:
                 self._add(_Point(request.blocks[: i + 1], ends[: i + 1], next_use))
+        along = [self._points[block] for block in blocks if block in self._points]
+        if len(along) > self._most_along:
+            self._thin(along, len(along) - self._most_along, index)
+        if len(self._points) > self._most:
+            self._thin(list(self._points.values()), len(self._points) - self._most, index)
         if self.used_bytes > self._capacity_bytes:
             self._shrink(index)
         return int(ends[found]) if found >= 0 else 0
@@ -149,6 +170,15 @@ class Clairvoyant:
         shared = point.ends[at - 1] if at else 0
         return (point.ends[-1] - shared) * self._row_bytes
 
+    def _thin(self, points: list[_Point], n: int, index: int) -> None:
+        """Give up `n` of these, each time the one that is worth least without those before."""
+        before = self.used_bytes
+        for _ in range(n):
+            worst = min(points, key=lambda point: self._worth(point, index))
+            points.remove(worst)
+            self._drop(worst)
+        self.evicted_bytes += before - self.used_bytes
+
     def _shrink(self, index: int) -> None:
         """Give up what is worth least, until the rest fits."""
         ranked = sorted(self._points.values(), key=lambda point: self._worth(point, index))
@@ -165,6 +195,8 @@ def clairvoyant(
     *,
     capacity_bytes: int,
     model: Model,
+    limit: int | None = None,
+    limit_bytes: int | None = None,
     warmup: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
@@ -174,6 +206,8 @@ def clairvoyant(
         trace: The requests.
         capacity_bytes: What it may keep, in bytes.
         model: What states occupy.
+        limit: Most checkpoints along one prompt; None for no limit.
+        limit_bytes: What all checkpoints may occupy; None for no limit of their own.
         warmup: Requests at the begin that are not counted.
         on_progress: Called now and then with the requests that are served, and all of them.
 
@@ -185,8 +219,10 @@ def clairvoyant(
         raise InvalidValue(f"the {model.family.value} family needs no checkpoints: it has a bound")
     if not 0 <= warmup < trace.n_requests:
         raise InvalidValue(f"warmup must be 0 to {trace.n_requests - 1} requests, not {warmup}")
-    greedy = Clairvoyant(capacity_bytes, model, partings(trace))
-    hits = input_tokens = reused_tokens = evicted = 0
+    greedy = Clairvoyant(
+        capacity_bytes, model, partings(trace), limit=limit, limit_bytes=limit_bytes
+    )
+    hits = input_tokens = reused_tokens = again = evicted = 0
     for index, request in enumerate(trace):
         if index == warmup:
             evicted = greedy.evicted_bytes
@@ -195,6 +231,7 @@ def clairvoyant(
             hits += bool(reused)
             input_tokens += int(request.tokens.size)
             reused_tokens += reused
+            again += max(0, request.known_tokens - reused)
         if on_progress is not None and index % _REPORT_EVERY == 0:
             on_progress(index, trace.n_requests)
     row_bytes = 0 if model.family is Family.RECURRENT else model.bytes_per_token
@@ -208,4 +245,5 @@ def clairvoyant(
         reused_tokens,
         greedy.evicted_bytes - evicted,
         {"ram": reused_tokens * row_bytes + hits * model.checkpoint_bytes},
+        again,
     )

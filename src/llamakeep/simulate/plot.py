@@ -58,9 +58,10 @@ def plot_report(report: Report, path: Path) -> None:
         _draw(axes, report.best, report, label, color="black", linestyle="--")
     lines: dict[str, list[Outcome]] = {}
     for outcome in report.outcomes:
-        lines.setdefault(outcome.policy, []).append(outcome)
-    for name, outcomes in lines.items():
-        _draw(axes, outcomes, report, f"{outcomes[0].cache}, {name}", marker="o")
+        names = filter(None, (outcome.cache, outcome.policy, outcome.checkpoint_policy))
+        lines.setdefault(", ".join(names), []).append(outcome)
+    for label, outcomes in lines.items():
+        _draw(axes, outcomes, report, label, marker="o")
     _scale(axes, report)
     axes.set_xlabel("capacity, % of what keeps everything")
     axes.set_ylabel("prompt tokens saved, %")

@@ -25,6 +25,8 @@ from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import FakeRuntime
 from llamakeep.runtime.sized import SizedRuntime
 from llamakeep.sequence import KeptSequence
+from llamakeep.simulate.foresight import Foresight
+from llamakeep.simulate.rules import DEFAULT_RULES, CheckpointRules, name_of
 from llamakeep.simulate.tiers import TierSize, open_store
 from llamakeep.simulate.trace import Request, Trace
 from llamakeep.slots import Slots
@@ -35,6 +37,8 @@ from llamakeep.tree import PrefixTree
 
 CacheName: TypeAlias = Literal["tree", "prompt"]
 DEFAULT_POLICY: Final[dict[str, str]] = {"tree": TREE_POLICY, "prompt": "oldest"}
+N_SWA: Final = 1024
+"""A window that is common in models that have one."""
 
 _TICK_S: Final = 1e-6
 _REPORT_EVERY: Final = 64
@@ -48,6 +52,7 @@ class Model:
         bytes_per_token: Bytes of a token's rows.
         family: The memory family.
         checkpoint_bytes: Bytes of a rolling part; 0 in the attention family, which has none.
+        n_swa: Tokens of the window, in families that have one.
 
     Raises:
         InvalidValue: For a size that cannot be.
@@ -56,19 +61,27 @@ class Model:
     bytes_per_token: int = 1
     family: Family = Family.ATTENTION
     checkpoint_bytes: int = 0
+    n_swa: int = N_SWA
 
     def __post_init__(self) -> None:
         whole_number("bytes_per_token", self.bytes_per_token, 1)
+        whole_number("n_swa", self.n_swa, 1)
         rolling = self.family is not Family.ATTENTION
         if bool(self.checkpoint_bytes) != rolling:
             wants = "needs checkpoint_bytes" if rolling else "has no checkpoints"
             raise InvalidValue(f"the {self.family.value} family {wants}")
+
+    def state_bytes(self, n_tokens: int) -> int:
+        """Return what the whole state of so many tokens occupies."""
+        rows = n_tokens * self.bytes_per_token if self.family.has_rows else 0
+        return rows + self.checkpoint_bytes
 
     def runtime(self, n_ctx: int) -> SizedRuntime:
         """Return a runtime with a sequence of so many tokens."""
         return SizedRuntime(
             self.family,
             n_ctx=n_ctx,
+            n_swa=self.n_swa,
             bytes_per_token=self.bytes_per_token,
             checkpoint_bytes=self.checkpoint_bytes,
         )
@@ -88,6 +101,9 @@ class Outcome:
         reused_tokens: Those that were not evaluated.
         evicted_bytes: Bytes that were evicted.
         restored_bytes: Bytes that were moved to reuse them, by the tier that they came from.
+        reevaluated_tokens: Those that were evaluated though an earlier request had the same prompt
+            up to them. At least two a prompt: the end of one is always evaluated.
+        checkpoint_policy: Which checkpoint of a slot went first; "" where that is none's to say.
     """
 
     cache: str
@@ -99,6 +115,8 @@ class Outcome:
     reused_tokens: int
     evicted_bytes: int = 0
     restored_bytes: Mapping[str, int] = field(default_factory=dict)
+    reevaluated_tokens: int = 0
+    checkpoint_policy: str = ""
 
     @property
     def evaluated_tokens(self) -> int:
@@ -163,6 +181,7 @@ class TreeDriver:
         segment_tokens: Longest span.
         policy: What goes first.
         clock: Seconds.
+        checkpoints: Limits of checkpoints, and where they are taken.
 
     Attributes:
         tree: The tree.
@@ -177,6 +196,7 @@ class TreeDriver:
         segment_tokens: int,
         policy: str | Policy,
         clock: Callable[[], float],
+        checkpoints: CheckpointRules = DEFAULT_RULES,
     ) -> None:
         self._runtime = runtime
         self.tree = PrefixTree(
@@ -185,9 +205,10 @@ class TreeDriver:
             segment_tokens=segment_tokens,
             policy=policy,
             clock=clock,
+            **checkpoints.of_tree(),
         )
         self.reused_tokens: Counter[str] = Counter()
-        self._sequence = KeptSequence(runtime, self.tree)
+        self._sequence = KeptSequence(runtime, self.tree, **checkpoints.of_sequence())
 
     @property
     def evicted_bytes(self) -> int:
@@ -206,7 +227,8 @@ class TreeDriver:
         sequence, keep = self._sequence, request.keep_tokens
         # Of what cannot be kept two tokens are as good as all: they are evaluated behind the rest.
         prompt = request.tokens[: keep + MIN_EVALUATED]
-        reused = sequence.resume(prompt).reused_tokens
+        starts = [start for start in request.user_starts if start < prompt.size]
+        reused = sequence.resume(prompt, user_starts=starts).reused_tokens
         self._count_reused(prompt, reused)
         sequence.advance(prompt[reused:])
         sequence.save(keep)
@@ -240,6 +262,7 @@ class PromptDriver:
         capacity_bytes: What the cache may keep.
         policy: What goes first.
         clock: Seconds.
+        checkpoints: How the slot's checkpoints are taken, kept and restored.
 
     Attributes:
         cache: The cache.
@@ -252,13 +275,28 @@ class PromptDriver:
         *,
         policy: str | Policy,
         clock: Callable[[], float],
+        checkpoints: CheckpointRules = DEFAULT_RULES,
     ) -> None:
         self._runtime = runtime
+        self._served = 0
+        self._foresight: object = checkpoints.policy
         self.evicted_bytes = 0
         self.cache = PromptCache(
-            capacity_bytes, policy=policy, lists_entries=False, emit=self._hear, clock=clock
+            capacity_bytes,
+            policy=policy,
+            lists_entries=False,
+            emit=self._hear,
+            clock=clock,
+            **checkpoints.of_cache(),
         )
-        self._slots = Slots(runtime, self.cache, emit=_nobody, clock=clock)
+        self._slots = Slots(
+            runtime, self.cache, emit=_nobody, clock=clock, **checkpoints.of_slots()
+        )
+
+    @property
+    def checkpoint_policy(self) -> str:
+        """Which checkpoint of the slot goes first."""
+        return self._slots.slots[0].checkpoints.policy_name
 
     @property
     def restored_bytes(self) -> dict[str, int]:
@@ -271,7 +309,17 @@ class PromptDriver:
 
     def serve(self, request: Request) -> int:
         """Serve a request and return how many tokens of its prompt were reused."""
-        return self._slots.serve(request.tokens).reused_tokens
+        if isinstance(self._foresight, Foresight):
+            self._foresight.begin(self._served)
+        self._served += 1
+        prompt, keep = request.tokens, request.keep_tokens
+        if keep and self._runtime.traits.rolling:
+            # The next turn has another tail, as if it went back a few tokens. Where a state can be
+            # cut that costs nothing; elsewhere it would take a checkpoint each time, which a turn
+            # that really goes on does not need.
+            prompt = prompt[:keep]
+        starts = [start for start in request.user_starts if start < prompt.size]
+        return self._slots.serve(prompt, user_starts=starts).reused_tokens
 
     def check(self) -> None:
         """Prove that slot, entries and counted bytes agree.
@@ -294,6 +342,7 @@ def replay(
     policy: str | Policy | None = None,
     model: Model | None = None,
     below: Sequence[TierSize] = (),
+    checkpoints: CheckpointRules = DEFAULT_RULES,
     warmup: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
@@ -306,6 +355,7 @@ def replay(
         policy: What goes first; None for `lru` in the tree and `oldest` in the prompt cache.
         model: What states occupy; attention with a byte a token if not given.
         below: Tiers below memory, for the tree.
+        checkpoints: How checkpoints are taken, kept and restored, in families that need them.
         warmup: Requests at the begin that are served and not counted.
         on_progress: Called now and then with the requests that are served, and all of them.
 
@@ -321,15 +371,24 @@ def replay(
         raise InvalidValue(f"cache must be tree or prompt, not {cache!r}")
     if below and cache != "tree":
         raise InvalidValue("only the tree has tiers below memory")
-    name = chosen if isinstance(chosen, str) else getattr(chosen, "name", type(chosen).__name__)
-    blank = Outcome(cache, name, capacity_bytes, 0, 0, 0, 0)
+    checkpoints.check(cache, model.family)
+    blank = Outcome(cache, name_of(chosen), capacity_bytes, 0, 0, 0, 0)
     if cache == "prompt":
-        slots = PromptDriver(runtime, capacity_bytes, policy=chosen, clock=clock)
+        slots = PromptDriver(
+            runtime, capacity_bytes, policy=chosen, clock=clock, checkpoints=checkpoints
+        )
+        if model.checkpoint_bytes:
+            blank = replace(blank, checkpoint_policy=slots.checkpoint_policy)
         return drive(trace, slots, clock, blank, warmup=warmup, on_progress=on_progress)
     store = open_store(capacity_bytes, below, policy=chosen, clock=clock)
     try:
         tree = TreeDriver(
-            runtime, store, segment_tokens=trace.block_tokens, policy=chosen, clock=clock
+            runtime,
+            store,
+            segment_tokens=trace.block_tokens,
+            policy=chosen,
+            clock=clock,
+            checkpoints=checkpoints,
         )
         return drive(trace, tree, clock, blank, warmup=warmup, on_progress=on_progress)
     finally:
@@ -361,7 +420,7 @@ def drive(
     """
     if not 0 <= warmup < trace.n_requests:
         raise InvalidValue(f"warmup must be 0 to {trace.n_requests - 1} requests, not {warmup}")
-    n_requests = hits = input_tokens = reused_tokens = evicted = 0
+    n_requests = hits = input_tokens = reused_tokens = again = evicted = 0
     restored: Mapping[str, int] = {}
     for index, request in enumerate(trace):
         if index == warmup:
@@ -373,6 +432,7 @@ def drive(
             hits += bool(reused)
             input_tokens += int(request.tokens.size)
             reused_tokens += reused
+            again += max(0, request.known_tokens - reused)
         if on_progress is not None and index % _REPORT_EVERY == 0:
             on_progress(index, trace.n_requests)
     driver.check()
@@ -382,6 +442,7 @@ def drive(
         requests_hit=hits,
         input_tokens=input_tokens,
         reused_tokens=reused_tokens,
+        reevaluated_tokens=again,
         evicted_bytes=driver.evicted_bytes - evicted,
         restored_bytes={
             tier: n_bytes - restored.get(tier, 0) for tier, n_bytes in driver.restored_bytes.items()
