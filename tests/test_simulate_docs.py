@@ -29,8 +29,9 @@ def test_the_snippet_runs(
 
 
 def test_its_options_are_there() -> None:
-    command = typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
-    known = {flag for parameter in command.params for flag in parameter.opts}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    both = [*commands["simulate"].params, *commands["chats"].params]
+    known = {flag for parameter in both for flag in parameter.opts}
     used = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - {"--record"}
     assert used
     assert used <= known
