@@ -111,15 +111,15 @@ class SpanForest:
 
     def _new_node(
         self,
-        path: Path[SpanNode],
+        above: SpanNode,
         tokens: IntArray,
         ref: SegmentRef,
         place: Place | None = None,
     ) -> SpanNode:
-        """Return a new span, the end of `ref`, that is to hang off the end of a path."""
+        """Return a new span, the end of `ref`, that is to hang off another."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
         kept = node.segment = self._kept(node, ref, "ram", place)
-        self._watcher.enters(kept, kept.created, path.nodes[-1][0].segment)
+        self._watcher.enters(kept, kept.created, above.segment)
         return node
 
     def _hang(self, path: Path[SpanNode], node: SpanNode, tier: str) -> SpanNode:

@@ -28,7 +28,7 @@ import numpy as np
 from llamakeep.checkpoints import best_to_restore, least_missed
 from llamakeep.errors import InvalidValue, StateLost, whole_number
 from llamakeep.forest import SpanForest
-from llamakeep.policy import DEFAULT_POLICY, Policy
+from llamakeep.policy import DEFAULT_POLICY, NOT_WATCHING, Policy
 from llamakeep.policy.queue import Rank
 from llamakeep.radix import Path
 from llamakeep.runtime.base import Traits
@@ -370,13 +370,12 @@ class PrefixTree(SpanForest):
                 place = names.segment(start, end)
                 ref = SegmentRef(place.name, start, end, n_bytes)
                 produce = partial(self._read_span, read, start, end)
-                new = None if grows else self._new_node(path, tokens[at:end], ref, place)
+                new = None if grows else self._new_node(node, tokens[at:end], ref, place)
                 below = self._rank_of_new(new)
                 tier = self._keep(ref, place, produce, evict=fits, below=below)
                 if not tier:
                     self.counters.refused_segments += 1
-                    if new is not None and new.segment is not None:
-                        self._watcher.leaves(new.segment, self._clock(), evicted=True)
+                    self._tell_refused(path, new, tokens, names)
                     if below is not None:
                         refused = ""  # not worth what would have to go
                     elif fits:
@@ -405,6 +404,31 @@ class PrefixTree(SpanForest):
         if not self._watcher.selective:
             return None
         return self.policy.rank(node.segment, self._clock())
+
+    def _tell_refused(
+        self, path: Path[SpanNode], first: SpanNode | None, tokens: IntArray, names: PathNames
+    ) -> None:
+        """Tell a policy that watches of the spans that a prompt has and the tree does not keep.
+
+        Args:
+            path: What the tree keeps of the prompt.
+            first: The span that was refused, of which it has heard; None for a grown tail.
+            tokens: The prompt.
+            names: The names along it.
+        """
+        if self._watcher is NOT_WATCHING or first is None or first.segment is None:
+            return
+        refused = [first]
+        while refused[-1].end < tokens.size:
+            at = refused[-1].end
+            end = min(int(tokens.size), at + self.segment_tokens)
+            place = names.segment(at, end)
+            n_bytes = first.segment.n_bytes * (end - at) // first.segment.n_tokens
+            ref = SegmentRef(place.name, at, end, n_bytes)
+            refused.append(self._new_node(refused[-1], tokens[at:end], ref, place))
+        for node in reversed(refused):
+            if node.segment is not None:
+                self._watcher.leaves(node.segment, self._clock(), evicted=True)
 
     @staticmethod
     def _start_of(node: SpanNode) -> int:
@@ -593,7 +617,7 @@ class PrefixTree(SpanForest):
                 if self._may_grow(node, at) and record.start <= self._start_of(node):
                     self.store.evict(self._grow(node, whole[at:end], ref, record.tier, place))
                 else:
-                    new = self._new_node(path, whole[at:end], ref, place)
+                    new = self._new_node(node, whole[at:end], ref, place)
                     self._hang(path, new, record.tier)
 
     def _graft_checkpoint(
@@ -611,7 +635,7 @@ class PrefixTree(SpanForest):
             end = min(position, align_down(at, self.segment_tokens) + self.segment_tokens)
             origin = align_down(at, self.segment_tokens)
             name = state_name("segment", names.block(origin), at, tokens[origin:end])
-            new = self._new_node(path, tokens[at:end], SegmentRef(name, at, end, 0))
+            new = self._new_node(path.nodes[-1][0], tokens[at:end], SegmentRef(name, at, end, 0))
             self._hang(path, new, "ram")
             at = end
         node = path.nodes[-1][0]

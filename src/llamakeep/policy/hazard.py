@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from llamakeep.errors import InvalidValue
 from llamakeep.policy.base import Watched
 from llamakeep.policy.shadow import Shadow, Shadowed
-from llamakeep.policy.survival import EDGES, N_BUCKETS, Survival, bucket_of
+from llamakeep.policy.survival import EDGES, N_BUCKETS, Learned, Survival, Wait, bucket_of
 from llamakeep.policy.watching import WatchingPolicy
 
 if TYPE_CHECKING:
@@ -39,15 +39,10 @@ _TURNS: Final = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4)
 """Classes of turns, by their number: 1; 2; 3 and 4; 5 to 8; more."""
 _N_TURNS: Final = 5
 _GROUPS: Final = tuple(klass // _N_TURNS for klass in range(4 * _N_TURNS))
-_USUAL_GAP_S: Final = 16.0
-"""A wait of a conversation in which time is measured as it is."""
-_LEAST_GAP_S: Final = 0.25
-_GAP_POWER: Final = 0.5
-
-_LEARN_AFTER: Final = 1024
+_LEARN_AFTER: Final = 512
 """Events after which is learned anew, at least; with many states so many as there are."""
-_MEMORY: Final = 50_000.0
-"""Uses after which what was learned counts half."""
+_WAITS: Final = 4096
+"""Waits that are learned from: the last ones."""
 _GHOSTS: Final = 16384
 """States that went and are remembered, at least; with many states twice as many as there are."""
 
@@ -65,23 +60,30 @@ class _Run:
 
     Attributes:
         klass: Their class.
-        scale: Seconds for them to count as one.
+        gap_s: Seconds that they had waited the time before; below 0 when that is not known.
+        scale: Seconds that count as one for them.
         last: When they were used.
         number: Ascending with that.
         bucket: How long they have waited.
         n: How many they are, those that went but are remembered included.
+        size: How many they were at first.
         notes: They, and some that have left.
     """
 
-    __slots__ = ("bucket", "klass", "last", "n", "notes", "number", "scale")
+    __slots__ = ("bucket", "gap_s", "klass", "last", "n", "notes", "number", "scale", "size")
 
-    def __init__(self, klass: int, scale: float, last: float, number: int) -> None:
+    def __init__(self, klass: int, gap_s: float, last: float, number: int) -> None:
         self.klass = klass
-        self.scale = scale
+        self.gap_s = gap_s
+        self.scale = 1.0
         self.last = last
         self.number = number
-        self.bucket = self.n = 0
+        self.bucket = self.n = self.size = 0
         self.notes: list[_Note] = []
+
+    def wait(self, n: int, now: float, *, used: bool) -> Wait:
+        """Return what `n` of them waited until now. All together count as one: they are one case."""
+        return Wait(self.klass, self.gap_s, now - self.last, n / self.size, used)
 
 
 class _Note:
@@ -135,13 +137,6 @@ class _Note:
         turns = _TURNS[min(self.turns, len(_TURNS) - 1)]
         return (2 * self.is_checkpoint + self.shared) * _N_TURNS + turns
 
-    @property
-    def scale(self) -> float:
-        """Seconds for it to count as one."""
-        if self.gap_s < 0:
-            return 1.0
-        return float((max(self.gap_s, _LEAST_GAP_S) / _USUAL_GAP_S) ** _GAP_POWER)
-
 
 class Hazard(WatchingPolicy):
     """Evict what is worth least, by what this cache has learned of its own past.
@@ -172,10 +167,12 @@ class Hazard(WatchingPolicy):
         self._now = -math.inf
         self._runs: dict[int, _Run] = {}
         self._runs_now: dict[tuple[int, float], _Run] = {}
+        self._ended: dict[int, tuple[_Run, int]] = {}  # whose states are used now, and how many
+        self._given_up: dict[int, tuple[_Run, int]] = {}  # whose states were forgotten since
         self._due: list[tuple[float, int, _Run]] = []  # when runs come into another bucket
         self._ghosts: dict[bytes, _Note] = {}
-        self._survival = Survival(_GROUPS, _MEMORY)
-        self._worths: list[list[float]] | None = None
+        self._survival = Survival(_GROUPS, _WAITS)
+        self._taught: Learned | None = None
         self._n_kept = self._kept_bytes = self._events = 0
         self._mask = 0
         self._learned = Shadow(self._shadow_worth, selective=True)
@@ -197,7 +194,7 @@ class Hazard(WatchingPolicy):
     def rank(self, kept: Watched, now: float) -> Rank:
         """Rank by expected tokens saved, a byte and a second; or by the last use."""
         note: _Note | None = kept.memo
-        if note is None or note.run is None or not self.rules or self._worths is None:
+        if note is None or note.run is None or not self.rules or self._taught is None:
             return kept.last_used, kept.sequence
         turn = (note.run.number << _SEQUENCE_BITS) + kept.sequence  # of equals the oldest use
         if kept.n_bytes <= 0:
@@ -205,8 +202,8 @@ class Hazard(WatchingPolicy):
         return self._worth(note.run) * kept.marginal_tokens / kept.n_bytes, turn
 
     def _worth(self, run: _Run) -> float:
-        worths = self._worths
-        return 0.0 if worths is None else worths[run.klass][run.bucket] / run.scale
+        taught = self._taught
+        return 0.0 if taught is None else taught.worths[run.klass][run.bucket] / run.scale
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -269,8 +266,10 @@ class Hazard(WatchingPolicy):
             self._forget(self._ghosts.pop(next(iter(self._ghosts))))
 
     def _forget(self, note: _Note) -> None:
-        if note.run is not None:
-            self._survival.left(note.run.klass, note.run.bucket)
+        run = note.run
+        if run is not None:
+            _, n = self._given_up.get(run.number, (run, 0))
+            self._given_up[run.number] = run, n + 1
             self._part(note)
 
     @staticmethod
@@ -286,7 +285,8 @@ class Hazard(WatchingPolicy):
         run = note.run
         if run is None:
             return
-        self._survival.used(run.klass, run.bucket)
+        _, n = self._ended.get(run.number, (run, 0))
+        self._ended[run.number] = run, n + 1
         note.gap_s = max(0.0, self._now - run.last)
         note.turns += 1
         self._part(note)
@@ -301,21 +301,21 @@ class Hazard(WatchingPolicy):
 
     def _wait(self, note: _Note) -> None:
         """Let a state wait, from now on, with others of its class that do."""
-        key = note.klass, note.scale
+        key = note.klass, note.gap_s
         run = self._runs_now.get(key)
         if run is None:
             run = _Run(*key, self._now, next(self._numbers))
+            run.scale = 1.0 if self._taught is None else self._taught.scale(run.gap_s)
             self._runs_now[key] = run
             self._expect(run)
         self._runs[run.number] = run
         run.n += 1
+        run.size += 1
         run.notes.append(note)
         note.run = run
         self._events += 1
         if self._guarded:
             self._compare(note)
-        if self._events >= max(_LEARN_AFTER, self._n_kept):
-            self._learn()
 
     def _expect(self, run: _Run) -> None:
         if run.bucket + 1 < N_BUCKETS:
@@ -326,8 +326,10 @@ class Hazard(WatchingPolicy):
         """Let time pass: runs come into other buckets, where they may be worth less."""
         if now <= self._now:  # or a clock was put back
             return
+        self._close()
+        if self._events >= max(_LEARN_AFTER, self._n_kept):
+            self._learn()
         self._now = now
-        self._runs_now.clear()
         while self._due and self._due[0][0] <= now:
             run = heapq.heappop(self._due)[2]
             if not run.n:
@@ -337,6 +339,13 @@ class Hazard(WatchingPolicy):
             self._expect(run)
             if self._worth(run) < before:
                 self._look_at(run)
+
+    def _close(self) -> None:
+        """The states that are used at the present time are all known: remember their waits."""
+        for run, n in self._ended.values():
+            self._survival.add(run.wait(n, self._now, used=True))
+        self._ended.clear()
+        self._runs_now.clear()
 
     def _look_at(self, run: _Run) -> None:
         run.notes = [note for note in run.notes if note.run is run]
@@ -351,9 +360,18 @@ class Hazard(WatchingPolicy):
     def _learn(self) -> None:
         """Work out anew what states are worth."""
         self._events = 0
-        self._worths = self._survival.worths(
-            (run.klass, run.bucket, run.n) for run in self._runs.values()
+        for run, n in self._given_up.values():
+            self._survival.add(run.wait(n, self._now, used=False))
+        self._given_up.clear()
+        runs = self._runs.values()
+        self._taught = self._survival.learn(
+            [run.wait(run.n, self._now, used=False) for run in runs]
         )
+        self._due.clear()
+        for run in runs:
+            run.scale = self._taught.scale(run.gap_s)
+            run.bucket = bucket_of((self._now - run.last) / run.scale)
+            self._expect(run)
         self._learned.look_at_all_again()
         if not self._guarded:
             self.rules = True
@@ -373,7 +391,7 @@ class Hazard(WatchingPolicy):
 
     def _shadow_worth(self, thing: Shadowed) -> Rank:
         note: _Note = thing  # type: ignore[assignment]
-        if note.run is None or self._worths is None:
+        if note.run is None or self._taught is None:
             return self._shadow_recency(thing)
         return self._worth(note.run) * note.n_tokens / max(1, note.n_bytes), -note.depth
 
@@ -386,7 +404,7 @@ class Hazard(WatchingPolicy):
         if not self._is_sampled(note.name) or note.n_bytes <= 0:
             return
         share = 1 / (self._mask + 1)
-        if (self._n_kept + len(self._ghosts)) * share > _SAMPLE:
+        if self._n_kept * share > _SAMPLE:
             self._mask = 2 * self._mask + 1
             for shadow in (self._learned, self._recent):
                 shadow.thin_out(self._is_sampled)
@@ -404,7 +422,7 @@ class Hazard(WatchingPolicy):
 
     def _decide(self) -> None:
         """Let the other order rule when it reused more of late, by more than a hair."""
-        if self._worths is None:
+        if self._taught is None:
             return
         ahead = self._saved_learned - self._saved_recent
         hair = _HAIR * (self._saved_learned + self._saved_recent)

@@ -1,9 +1,11 @@
 """How long things wait to be used again, learned as they do, and what waiting for it is worth.
 
-Things are of classes, and each waits from its last use on, in buckets of time: half octaves from an
-eighth of a second. Of each class it is counted how many began to wait in a bucket, and how many of
-these were used in it. What waits still counts among those that began: so what has just come does
-not look as if it never were used (the estimate of Kaplan and Meier).
+Things are of classes, and each waits from its last use on. How long a thing waited the time before,
+its gap, may say how long it will: how much, is learned (`gap_power`), and time is measured against
+the gap that far. It is cut into buckets: half octaves from an eighth of a second. Of each class it
+is counted how many began to wait in a bucket, and how many of these were used in it. What waits
+still counts among those that began: so what has just come does not look as if it never were used
+(the estimate of Kaplan and Meier).
 
 What a class says of little evidence is drawn to what the classes together say.
 
@@ -16,10 +18,13 @@ worth waiting for.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Final
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Final, NamedTuple
 
 FIRST_S: Final = 0.125
 """End of the first bucket, in seconds."""
@@ -30,74 +35,135 @@ EDGES: Final = (0.0, *(FIRST_S * 2 ** (half / 2) for half in range(46)))
 N_BUCKETS: Final = len(EDGES)
 
 _WIDTHS: Final = (*(end - start for start, end in pairwise(EDGES)), EDGES[-1])
-_PRIOR: Final = 20.0
-"""What the classes together count for, in things, against the evidence of one."""
+_PRIOR: Final = 5.0
+"""What the classes together count for, in waits, against the evidence of one."""
 _NEVER: Final = 1e-9
+_USUAL_GAP_S: Final = 16.0
+"""A gap after which time is measured as it is."""
+_LEAST_GAP_S: Final = 0.25
+_SPREAD: Final = 5.0
+"""What gaps count for as all alike, in waits, against the evidence that they say something."""
 
 
-def bucket_of(age_s: float) -> int:
-    """Return the bucket in which something is that was used so many seconds ago."""
-    return max(0, bisect_right(EDGES, age_s) - 1)
+class Wait(NamedTuple):
+    """Things that waited together.
+
+    Attributes:
+        klass: Their class.
+        gap_s: Seconds that they had waited the time before; below 0 when that is not known.
+        seconds: How long they waited.
+        weight: What they count.
+        used: Whether they were used then; otherwise nothing more is known.
+    """
+
+    klass: int
+    gap_s: float
+    seconds: float
+    weight: float
+    used: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What waits taught.
+
+    Attributes:
+        power: How much the next wait follows the gap before it: 0 not at all, 1 in proportion.
+        worths: For each class and bucket the uses that a thing gets for each second of room.
+    """
+
+    power: float
+    worths: Sequence[Sequence[float]]
+
+    def scale(self, gap_s: float) -> float:
+        """Return the seconds that count as one after such a gap."""
+        return scale_of(gap_s, self.power)
+
+
+def scale_of(gap_s: float, power: float) -> float:
+    """Return the seconds that count as one after a gap: as many as the gap is long, to a power.
+
+    Example:
+        >>> scale_of(64.0, 0.5), scale_of(-1.0, 0.5)  # four times the usual gap; not known
+        (2.0, 1.0)
+    """
+    if gap_s < 0:
+        return 1.0
+    return float((max(gap_s, _LEAST_GAP_S) / _USUAL_GAP_S) ** power)
+
+
+def bucket_of(seconds: float) -> int:
+    """Return the bucket in which something is that waited so long, in its own scale."""
+    return max(0, bisect_right(EDGES, seconds) - 1)
 
 
 class Survival:
-    """Counts of what was used again after how long, for some classes of things.
+    """The last waits of some classes of things, and what they teach.
 
     Args:
-        groups: For each class the group that it belongs to, counted from 0: its own counts are
-            drawn to those of its group, these to all.
-        memory: How many uses count fully; what is older than that counts half, and so on.
+        groups: For each class the group that it belongs to, counted from 0: its own waits are drawn
+            to those of its group, these to all.
+        n_waits: How many are remembered.
     """
 
-    def __init__(self, groups: Sequence[int], memory: float) -> None:
+    def __init__(self, groups: Sequence[int], n_waits: int) -> None:
         self._groups = groups
-        self._memory = memory
-        self._used = [[0.0] * N_BUCKETS for _ in groups]
-        self._left = [[0.0] * N_BUCKETS for _ in groups]
-        self._n_used = 0
+        self._waits: deque[Wait] = deque(maxlen=n_waits)
 
-    def used(self, klass: int, bucket: int) -> None:
-        """Count a thing that was used after it waited until this bucket."""
-        self._used[klass][bucket] += 1
-        self._n_used += 1
+    def add(self, wait: Wait) -> None:
+        """Remember a wait that is over."""
+        self._waits.append(wait)
 
-    def left(self, klass: int, bucket: int, n: int = 1) -> None:
-        """Count things that waited until this bucket, of which nothing more is known."""
-        self._left[klass][bucket] += n
+    def learn(self, waiting: Sequence[Wait]) -> Learned:
+        """Return what the waits teach, with those that go on.
 
-    def worths(self, waiting: Iterable[tuple[int, int, int]]) -> list[list[float]]:
-        """Return for each class and bucket the uses that a thing gets, for each second of room.
-
-        Args:
-            waiting: What waits now: its class, its bucket, how many.
-
-        Returns:
-            Worths at the begin of each bucket. Costs a few milliseconds; halves what is old.
+        Costs a microsecond for each wait, and a few milliseconds.
         """
-        chances = self._chances(waiting)
-        fading = 0.5 ** (self._n_used / self._memory)
-        self._n_used = 0
-        for counts in (*self._used, *self._left):
-            counts[:] = [count * fading for count in counts]
-        return [hit_density(each, _WIDTHS) for each in chances]
+        power = gap_power(self._waits)
+        used = [[0.0] * N_BUCKETS for _ in self._groups]
+        left = [[0.0] * N_BUCKETS for _ in self._groups]
+        for wait in chain(self._waits, waiting):
+            counts = used if wait.used else left
+            bucket = bucket_of(wait.seconds / scale_of(wait.gap_s, power))
+            counts[wait.klass][bucket] += wait.weight
+        chances = self._chances(used, left)
+        return Learned(power, [hit_density(each, _WIDTHS) for each in chances])
 
-    def _chances(self, waiting: Iterable[tuple[int, int, int]]) -> list[list[float]]:
+    def _chances(self, used: list[list[float]], left: list[list[float]]) -> list[list[float]]:
         """Return the chance of a use in a bucket, of what is not used before it."""
-        left = [list(counts) for counts in self._left]
-        for klass, bucket, n in waiting:
-            left[klass][bucket] += n
-        began = [_began(used, lost) for used, lost in zip(self._used, left, strict=True)]
-        everything = _sums(self._used), _sums(began)
-        at_all = [used / (n + 1) for used, n in zip(*everything, strict=True)]
+        began = [_began(*each) for each in zip(used, left, strict=True)]
+        at_all = [n_used / (n + 1) for n_used, n in zip(_sums(used), _sums(began), strict=True)]
         of_group = []
         for group in range(max(self._groups) + 1):
             own = [klass for klass, each in enumerate(self._groups) if each == group]
-            members = (_sums([counts[klass] for klass in own]) for counts in (self._used, began))
+            members = (_sums([counts[klass] for klass in own]) for counts in (used, began))
             of_group.append(_drawn_to(at_all, *members))
         return [
-            _drawn_to(of_group[group], self._used[klass], began[klass])
+            _drawn_to(of_group[group], used[klass], began[klass])
             for klass, group in enumerate(self._groups)
         ]
+
+
+def gap_power(waits: Iterable[Wait]) -> float:
+    """Return how much waits follow the gaps before them: the slope of their logarithms, 0 to 1.
+
+    Each class has its own means: that some classes wait longer than others says nothing about one
+    of them. Little evidence is drawn to 0.
+    """
+    classes: dict[int, list[tuple[float, float, float]]] = {}
+    for wait in waits:
+        if wait.used and wait.gap_s >= 0:
+            gap, next_gap = (max(s, _LEAST_GAP_S) for s in (wait.gap_s, wait.seconds))
+            case = math.log(gap), math.log(next_gap), wait.weight
+            classes.setdefault(wait.klass, []).append(case)
+    both = alone = 0.0
+    for cases in classes.values():
+        weight = sum(w for _, _, w in cases)
+        x_mean = sum(x * w for x, _, w in cases) / weight
+        y_mean = sum(y * w for _, y, w in cases) / weight
+        both += sum((x - x_mean) * (y - y_mean) * w for x, y, w in cases)
+        alone += sum((x - x_mean) ** 2 * w for x, _, w in cases)
+    return min(1.0, max(0.0, both / (alone + _SPREAD)))
 
 
 def _sums(counts: list[list[float]]) -> list[float]:
