@@ -71,7 +71,9 @@ class SpanForest:
         self._numbers = itertools.count()
         self._queue = EvictionQueue[Kept](self.policy, clock, self._is_live)
         self._looks_around = looks_around(self.policy)
-        self._watcher = watcher_of(self.policy, self._queue.look_again)
+        self._watcher = watcher_of(
+            self.policy, self._queue.look_again, lambda: self.store.capacity_bytes
+        )
         self._cold: dict[bytes, Kept] = {}  # what is only in tiers below, by name
         self._pinned_bytes = 0
         self._n_nodes = 0
@@ -84,8 +86,10 @@ class SpanForest:
         ref: SegmentRef | CheckpointRef,
         tier: str,
         place: Place | None = None,
+        now: float | None = None,
     ) -> Kept:
-        kept = Kept(node, ref, "ram", self._clock(), next(self._numbers))
+        now = self._clock() if now is None else now
+        kept = Kept(node, ref, "ram", now, next(self._numbers))
         kept.place = place if self.store.below else None
         self._keep_in(kept, tier)
         return kept
@@ -115,10 +119,11 @@ class SpanForest:
         tokens: IntArray,
         ref: SegmentRef,
         place: Place | None = None,
+        now: float | None = None,
     ) -> SpanNode:
         """Return a new span, the end of `ref`, that is to hang off another."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
-        kept = node.segment = self._kept(node, ref, "ram", place)
+        kept = node.segment = self._kept(node, ref, "ram", place, now)
         self._watcher.enters(kept, kept.created, above.segment)
         return node
 
@@ -138,13 +143,14 @@ class SpanForest:
     def _make_room(self, n_bytes: int, *, below: Rank | None = None) -> bool:
         """Evict until there are `n_bytes`; evict nothing where there cannot be.
 
-        Only what ranks below `below` goes, if that is given.
+        If `below` is given, nothing is evicted either where the first to go does not rank below it.
         """
         if n_bytes > self._reclaimable_bytes():
             return False
         while self._free_bytes() < n_bytes:
             if not self._evict_one(below):
                 return False
+            below = None  # it has been decided: nothing goes in vain
         return True
 
     def _free_bytes(self) -> int:

@@ -351,6 +351,7 @@ class PrefixTree(SpanForest):
             StateError: What `read` raises; what was stored before stays.
         """
         self.settle()
+        now = self._clock()  # of all spans: they came together
         path = self._path(tokens)
         node, at = path.nodes[-1]
         names = self._names_along(tokens)
@@ -370,12 +371,12 @@ class PrefixTree(SpanForest):
                 place = names.segment(start, end)
                 ref = SegmentRef(place.name, start, end, n_bytes)
                 produce = partial(self._read_span, read, start, end)
-                new = None if grows else self._new_node(node, tokens[at:end], ref, place)
+                new = None if grows else self._new_node(node, tokens[at:end], ref, place, now)
                 below = self._rank_of_new(new)
                 tier = self._keep(ref, place, produce, evict=fits, below=below)
                 if not tier:
                     self.counters.refused_segments += 1
-                    self._tell_refused(path, new, tokens, names)
+                    self._tell_refused(new, tokens, names, now)
                     if below is not None:
                         refused = ""  # not worth what would have to go
                     elif fits:
@@ -406,15 +407,15 @@ class PrefixTree(SpanForest):
         return self.policy.rank(node.segment, self._clock())
 
     def _tell_refused(
-        self, path: Path[SpanNode], first: SpanNode | None, tokens: IntArray, names: PathNames
+        self, first: SpanNode | None, tokens: IntArray, names: PathNames, now: float
     ) -> None:
         """Tell a policy that watches of the spans that a prompt has and the tree does not keep.
 
         Args:
-            path: What the tree keeps of the prompt.
             first: The span that was refused, of which it has heard; None for a grown tail.
             tokens: The prompt.
             names: The names along it.
+            now: When it came.
         """
         if self._watcher is NOT_WATCHING or first is None or first.segment is None:
             return
@@ -425,10 +426,10 @@ class PrefixTree(SpanForest):
             place = names.segment(at, end)
             n_bytes = first.segment.n_bytes * (end - at) // first.segment.n_tokens
             ref = SegmentRef(place.name, at, end, n_bytes)
-            refused.append(self._new_node(refused[-1], tokens[at:end], ref, place))
+            refused.append(self._new_node(refused[-1], tokens[at:end], ref, place, now))
         for node in reversed(refused):
             if node.segment is not None:
-                self._watcher.leaves(node.segment, self._clock(), evicted=True)
+                self._watcher.leaves(node.segment, now, evicted=True)
 
     @staticmethod
     def _start_of(node: SpanNode) -> int:
@@ -670,7 +671,7 @@ class PrefixTree(SpanForest):
     ) -> str:
         """Make room for a blob, then let it be read. Return the tier it is in, or nothing.
 
-        For what is new only what ranks below `below` goes, if that is given.
+        If `below` is given, nothing goes for it where the first to go does not rank below that.
         """
         if isinstance(ref, SegmentRef) and not self.traits.segments:
             return "ram"

@@ -122,11 +122,12 @@ class Watching(Policy, Protocol):
     selective: bool
     """Whether a new thing that ranks below all that could go for it is not kept."""
 
-    def begin(self, look_again: Callable[[Any], None]) -> None:
+    def begin(self, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]) -> None:
         """Begin to watch.
 
         Args:
             look_again: To be told of each kept thing whose rank has fallen.
+            capacity_bytes: Says what can be kept at present.
 
         Raises:
             InvalidValue: When it watches already.
@@ -177,7 +178,9 @@ class NotWatching:
 NOT_WATCHING: Final = NotWatching()
 
 
-def watcher_of(policy: Policy, look_again: Callable[[Any], None]) -> Watching | NotWatching:
+def watcher_of(
+    policy: Policy, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]
+) -> Watching | NotWatching:
     """Let a policy begin to watch, and return who is to be told; of others, one who does not care.
 
     Raises:
@@ -186,5 +189,5 @@ def watcher_of(policy: Policy, look_again: Callable[[Any], None]) -> Watching | 
     if not callable(getattr(policy, "begin", None)):
         return NOT_WATCHING
     watching: Watching = policy  # type: ignore[assignment]
-    watching.begin(look_again)
+    watching.begin(look_again, capacity_bytes)
     return watching

@@ -2,15 +2,15 @@
 
 A state waits from its last use. How long states wait, and how many are never used again, is counted
 (`survival.py`) for a few classes of them: segments and checkpoints, what several conversations
-share and what one has, and how many turns that one had. In a conversation the next wait resembles
-the last one, so time is measured against that: by the square root of it, which holds where it is
-not so as well. What is worth least goes first: expected uses for each second of room, times the
-tokens that a use saves, for each byte. What is new and worth less than all that could go for it
+share and what one has, and how many turns that one had. How far a wait follows the one before it is
+learned as well. What is worth least goes first: expected uses for each second of room, times the
+tokens that a use saves, for each byte. What is new and worth less than what would go first for it
 is not kept.
 
 Nothing is known at first, and what the past says may be wrong. So two shadows (`shadow.py`) of the
 cache keep count, on a sample, of what this order and the least recently used one would have reused;
-the one that reused more of late rules. At first that is the latter.
+the one that reused more of late rules. At first that is the latter. Shadows know nothing of what
+hangs off what; that is the same for both.
 
 States that were used together have waited together: they stand in one *run*, which moves from
 bucket to bucket as time passes. So an event costs O(log n), and what is learned costs a pass over
@@ -40,19 +40,22 @@ _TURNS: Final = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4)
 _N_TURNS: Final = 5
 _GROUPS: Final = tuple(klass // _N_TURNS for klass in range(4 * _N_TURNS))
 _LEARN_AFTER: Final = 512
-"""Events after which is learned anew, at least; with many states so many as there are."""
+"""Uses after which is learned anew, at least; with many states as many as there are."""
 _WAITS: Final = 4096
 """Waits that are learned from: the last ones."""
 _GHOSTS: Final = 16384
-"""States that went and are remembered, at least; with many states twice as many as there are."""
+"""States that went and are remembered, at least; with many states 8 times as many as there are."""
 
 _SEQUENCE_BITS: Final = 40
 
-_SAMPLE: Final = 1024
+_SAMPLE: Final = 512
 """Most states of which the shadows keep count."""
-_HAIR: Final = 0.001
-_FADING: Final = 1 / 4096
+_FADING: Final = 1 / 8192
 """How fast the shadows' counts are forgotten, for each use in the sample."""
+_LEAD: Final = 1.002
+"""What was learned begins to rule when it saved so many times what `lru` did."""
+_REGRET: Final = 0.99
+"""It rules no longer when it saved less than this share of what `lru` did."""
 
 
 class _Run:
@@ -82,7 +85,7 @@ class _Run:
         self.notes: list[_Note] = []
 
     def wait(self, n: int, now: float, *, used: bool) -> Wait:
-        """Return what `n` of them waited until now. All together count as one: they are one case."""
+        """Return what `n` of them waited until now. They are one case: all count as one."""
         return Wait(self.klass, self.gap_s, now - self.last, n / self.size, used)
 
 
@@ -92,6 +95,7 @@ class _Note:
     Attributes:
         kept: The state; None when it went.
         name: Its name.
+        draw: Whether it is in a sample, told by its lowest bits; from its first name.
         n_bytes: Its size.
         n_tokens: What losing it costs.
         run: What it was last used with.
@@ -106,6 +110,7 @@ class _Note:
     __slots__ = (
         "after",
         "depth",
+        "draw",
         "followed",
         "gap_s",
         "is_checkpoint",
@@ -121,6 +126,7 @@ class _Note:
     def __init__(self, kept: Watched, after: _Note | None) -> None:
         self.kept: Watched | None = kept
         self.name = kept.name
+        self.draw = int.from_bytes(kept.name[:4], "little")
         self.n_bytes = kept.n_bytes
         self.n_tokens = kept.n_tokens
         self.is_checkpoint = kept.is_checkpoint
@@ -173,7 +179,7 @@ class Hazard(WatchingPolicy):
         self._ghosts: dict[bytes, _Note] = {}
         self._survival = Survival(_GROUPS, _WAITS)
         self._taught: Learned | None = None
-        self._n_kept = self._kept_bytes = self._events = 0
+        self._n_kept = self._events = 0
         self._mask = 0
         self._learned = Shadow(self._shadow_worth, selective=True)
         self._recent = Shadow(self._shadow_recency, selective=False)
@@ -228,7 +234,6 @@ class Hazard(WatchingPolicy):
                 note.turns, note.gap_s = before.turns, before.gap_s
         kept.memo = note
         self._n_kept += 1
-        self._kept_bytes += kept.n_bytes
         self._wait(note)
 
     def used(self, kept: Watched, now: float) -> None:
@@ -245,7 +250,6 @@ class Hazard(WatchingPolicy):
         super().replaces(kept, old)
         note: _Note | None = kept.memo
         if note is not None:
-            self._kept_bytes += kept.n_bytes - note.n_bytes
             note.kept, note.name = kept, kept.name
             note.n_bytes, note.n_tokens = kept.n_bytes, kept.n_tokens
 
@@ -257,7 +261,6 @@ class Hazard(WatchingPolicy):
             return
         note.kept = None
         self._n_kept -= 1
-        self._kept_bytes -= note.n_bytes
         if not evicted:
             self._forget(note)
             return
@@ -327,7 +330,7 @@ class Hazard(WatchingPolicy):
         if now <= self._now:  # or a clock was put back
             return
         self._close()
-        if self._events >= max(_LEARN_AFTER, self._n_kept):
+        if self._events >= max(_LEARN_AFTER, self._n_kept, len(self._runs)):
             self._learn()
         self._now = now
         while self._due and self._due[0][0] <= now:
@@ -350,10 +353,10 @@ class Hazard(WatchingPolicy):
     def _look_at(self, run: _Run) -> None:
         run.notes = [note for note in run.notes if note.run is run]
         for note in run.notes:
-            if self.rules and note.kept is not None and self._look_again is not None:
+            if self.rules and note.kept is not None:
                 self._look_again(note.kept)
-            if self._guarded and self._is_sampled(note.name):
-                self._learned.look_again(note.name)
+            if self._guarded and not note.draw & self._mask:
+                self._learned.look_again(note)
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -381,13 +384,10 @@ class Hazard(WatchingPolicy):
     def _look_at_all(self) -> None:
         for run in self._runs.values():
             for note in run.notes:
-                if note.run is run and note.kept is not None and self._look_again is not None:
+                if note.run is run and note.kept is not None:
                     self._look_again(note.kept)
 
     # -- which order rules -------------------------------------------------------------------------
-
-    def _is_sampled(self, name: bytes) -> bool:
-        return not int.from_bytes(name[:4], "little") & self._mask
 
     def _shadow_worth(self, thing: Shadowed) -> Rank:
         note: _Note = thing  # type: ignore[assignment]
@@ -401,19 +401,19 @@ class Hazard(WatchingPolicy):
 
     def _compare(self, note: _Note) -> None:
         """Let both shadows serve a state, and see which reused more of late."""
-        if not self._is_sampled(note.name) or note.n_bytes <= 0:
+        if note.draw & self._mask or note.n_bytes <= 0:
             return
         share = 1 / (self._mask + 1)
         if self._n_kept * share > _SAMPLE:
             self._mask = 2 * self._mask + 1
             for shadow in (self._learned, self._recent):
-                shadow.thin_out(self._is_sampled)
+                shadow.thin_out(self._mask)
             return
         fades = 1 - _FADING
         self._saved_learned *= fades
         self._saved_recent *= fades
         for shadow in (self._learned, self._recent):
-            shadow.capacity_bytes = max(shadow.capacity_bytes, int(self._kept_bytes * share))
+            shadow.capacity_bytes = int(self._capacity_bytes() * share)
         if self._learned.access(note):
             self._saved_learned += note.n_tokens
         if self._recent.access(note):
@@ -421,11 +421,10 @@ class Hazard(WatchingPolicy):
         self._decide()
 
     def _decide(self) -> None:
-        """Let the other order rule when it reused more of late, by more than a hair."""
+        """Let the order rule that saved more of late."""
         if self._taught is None:
             return
-        ahead = self._saved_learned - self._saved_recent
-        hair = _HAIR * (self._saved_learned + self._saved_recent)
-        if (ahead > hair and not self.rules) or (ahead < -hair and self.rules):
+        least = (_REGRET if self.rules else _LEAD) * self._saved_recent
+        if (self._saved_learned > least) != self.rules:
             self.rules = not self.rules
             self._look_at_all()

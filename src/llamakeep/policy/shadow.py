@@ -9,9 +9,14 @@ from llamakeep.policy.queue import EvictionQueue, Rank
 
 
 class Shadowed(Protocol):
-    """What a shadow asks of what it would keep."""
+    """What a shadow asks of what it would keep.
 
-    name: bytes
+    Attributes:
+        draw: A random number that stays the same: which things are in a sample.
+        n_bytes: Its size.
+    """
+
+    draw: int
     n_bytes: int
 
 
@@ -68,18 +73,18 @@ class Shadow:
         self.capacity_bytes = self.used_bytes = 0
         self._rank = rank
         self._selective = selective
-        self._items: dict[bytes, _Item] = {}
+        self._items: dict[int, _Item] = {}  # by draw
         self._queue = EvictionQueue[_Item](_Ranks(rank), lambda: 0.0, self._is_kept)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def _is_kept(self, item: _Item) -> bool:
-        return self._items.get(item.of.name) is item
+        return self._items.get(item.of.draw) is item
 
     def access(self, thing: Shadowed) -> bool:
         """Return whether a thing is there, and keep it. Costs O(log n), amortised."""
-        item = self._items.get(thing.name)
+        item = self._items.get(thing.draw)
         if item is not None:
             self.used_bytes += thing.n_bytes - item.of.n_bytes
             item.of = thing
@@ -90,14 +95,14 @@ class Shadow:
             if gone is None:
                 return False
             self._drop(gone)
-        item = self._items[thing.name] = _Item(thing)
+        item = self._items[thing.draw] = _Item(thing)
         self.used_bytes += thing.n_bytes
         self._queue.push(item)
         return False
 
-    def look_again(self, name: bytes) -> None:
+    def look_again(self, thing: Shadowed) -> None:
         """Rank a thing anew, if it is there."""
-        item = self._items.get(name)
+        item = self._items.get(thing.draw)
         if item is not None:
             self._queue.look_again(item)
 
@@ -106,13 +111,13 @@ class Shadow:
         for item in self._items.values():
             self._queue.look_again(item)
 
-    def thin_out(self, stays: Callable[[bytes], bool]) -> None:
-        """Forget the things whose names do not stay."""
-        for item in [it for name, it in self._items.items() if not stays(name)]:
+    def thin_out(self, mask: int) -> None:
+        """Forget the things whose draw has one of these bits."""
+        for item in [it for it in self._items.values() if it.of.draw & mask]:
             self._drop(item)
 
     def _drop(self, item: _Item) -> None:
-        del self._items[item.of.name]
+        del self._items[item.of.draw]
         self.used_bytes -= item.of.n_bytes
 
 

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 _PROTECTED_SHARE = 0.8
 
 
+def _nobody(kept: Any) -> None:
+    """Tell nobody."""
+
+
+def _nothing() -> int:
+    """Say that nothing can be kept."""
+    return 0
+
+
 class WatchingPolicy:
     """What they share: one cache each, and nothing to do unless they say so."""
 
@@ -23,21 +32,22 @@ class WatchingPolicy:
     looks_around = False
 
     def __init__(self) -> None:
-        self._look_again: Callable[[Any], None] | None = None
+        self._look_again: Callable[[Any], None] = _nobody
+        self._capacity_bytes: Callable[[], int] = _nothing
 
     def fresh(self) -> Self:
         """Return a new one with the same options."""
         return type(self)()
 
-    def begin(self, look_again: Callable[[Any], None]) -> None:
+    def begin(self, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]) -> None:
         """Begin to watch a cache.
 
         Raises:
             InvalidValue: When it watches one already.
         """
-        if self._look_again is not None:
+        if self._look_again is not _nobody:
             raise InvalidValue(f"{self!r} watches a cache already; each needs its own")
-        self._look_again = look_again
+        self._look_again, self._capacity_bytes = look_again, capacity_bytes
 
     def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
         """Hear of a new thing."""
@@ -68,11 +78,11 @@ class _Place:
 class SegmentedLRU(WatchingPolicy):
     """Evict what was used once before what was used again, each by recency.
 
-    What is used again is protected, up to a share of what is kept. Of what is protected beyond
+    What is used again is protected, up to a share of what can be. Of what is protected beyond
     that, the least recently used goes back among the others, as if it had just come.
 
     Args:
-        protected: Share of the kept bytes that can be protected.
+        protected: Share of the capacity that can be protected.
 
     Raises:
         InvalidValue: When that is not between 0 and 1.
@@ -87,7 +97,7 @@ class SegmentedLRU(WatchingPolicy):
         self._share = protected
         self._orders = itertools.count(1)
         self._protected: dict[int, Watched] = {}  # by order: the least recently used first
-        self._protected_bytes = self._n_bytes = 0
+        self._protected_bytes = 0
 
     def __repr__(self) -> str:
         return f"SegmentedLRU(protected={self._share:g})"
@@ -104,7 +114,6 @@ class SegmentedLRU(WatchingPolicy):
     def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
         """Let a new thing wait for its first use."""
         kept.memo = _Place(next(self._orders), kept.n_bytes)
-        self._n_bytes += kept.n_bytes
 
     def used(self, kept: Watched, now: float) -> None:
         """Protect a thing, and give up the protection of others where that is too much."""
@@ -113,12 +122,12 @@ class SegmentedLRU(WatchingPolicy):
         place.order, place.protected = next(self._orders), True
         self._protected[place.order] = kept
         self._protected_bytes += place.n_bytes
-        while self._protected_bytes > self._share * self._n_bytes and len(self._protected) > 1:
+        limit = self._share * self._capacity_bytes()
+        while self._protected_bytes > limit and len(self._protected) > 1:
             last = next(iter(self._protected.values()))
             self._unprotect(last.memo)
             last.memo.order = next(self._orders)
-            if self._look_again is not None:
-                self._look_again(last)
+            self._look_again(last)
 
     def replaces(self, kept: Watched, old: Watched) -> None:
         """Put a thing in the place of one that it contains."""
@@ -126,7 +135,6 @@ class SegmentedLRU(WatchingPolicy):
         place: _Place = kept.memo
         more = kept.n_bytes - place.n_bytes
         place.n_bytes += more
-        self._n_bytes += more
         if place.protected:
             self._protected[place.order] = kept
             self._protected_bytes += more
@@ -136,7 +144,6 @@ class SegmentedLRU(WatchingPolicy):
         place: _Place | None = kept.memo
         if place is not None:
             self._unprotect(place)
-            self._n_bytes -= place.n_bytes
         super().leaves(kept, now, evicted=evicted)
 
     def _unprotect(self, place: _Place) -> None:
