@@ -27,7 +27,8 @@ from llamakeep.errors import IntegrityError, InvalidValue, StoreError
 from llamakeep.states import Block, Buffer
 from llamakeep.stores import envelope
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis.index import MAX_LISTED, spot_of
+from llamakeep.stores.redis.index import spot_of
+from llamakeep.stores.redis.namespaces import MAX_DESCRIBED
 from llamakeep.stores.redis.ledger import Entry
 from llamakeep.tokens import IntArray, PathNames, Place
 from tests.redis_servers import Cluster, Server, free_port, need_redis_server, running, wait_until
@@ -1115,9 +1116,9 @@ def test_namespaces_are_described_and_their_descriptions_bounded(
 
 def test_descriptions_are_no_more_than_are_read(store: RedisStore, raw: Any) -> None:
     key = store._keys.namespaces
-    raw.hset(key, mapping={f"old {n}": "{}" for n in range(MAX_LISTED + 20)})
+    raw.hset(key, mapping={f"old {n}": "{}" for n in range(MAX_DESCRIBED + 20)})
     store.introduce(NAMESPACE, {"model": "m"})
-    assert raw.hlen(key) in (MAX_LISTED, MAX_LISTED + 1)
+    assert raw.hlen(key) in (MAX_DESCRIBED, MAX_DESCRIBED + 1)
     assert raw.hexists(key, NAMESPACE)
     raw.hdel(key, NAMESPACE)
     store.introduce(NAMESPACE, {"model": "m"})  # it was told: costs nothing
