@@ -156,6 +156,7 @@ class RedisStore:
         self._blobs = RedisBlobs(
             self._link, self._keys, key, chunk_bytes=chunk_bytes, max_blob_bytes=max_blob_bytes
         )
+        self._index = RedisIndex(self._keys)
         self._ledger = RedisLedger(
             self._link,
             self._keys,
@@ -168,7 +169,7 @@ class RedisStore:
             self._link,
             self._keys,
             self._blobs,
-            RedisIndex(self._keys),
+            self._index,
             self._ledger,
             self._known,
             count=self._count,
