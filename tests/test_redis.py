@@ -31,6 +31,7 @@ from llamakeep.stores.redis.index import spot_of
 from llamakeep.stores.redis.ledger import Entry
 from llamakeep.stores.redis.lookup import NEIGHBOURS
 from llamakeep.stores.redis.namespaces import MAX_DESCRIBED
+from llamakeep.tiers import TierSettings
 from llamakeep.tokens import IntArray, PathNames, Place
 from tests.finding import usable
 from tests.redis_servers import Cluster, Server, free_port, need_redis_server, running, wait_until
@@ -249,6 +250,23 @@ def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StoreError, match=r"pip install llamakeep\[redis\]"):
         RedisStore(NOWHERE, secret="hush")
+
+
+def test_settings_say_how_keys_begin(redis_url: str) -> None:
+    for environment, prefix in (({}, "llamakeep"), ({"LLAMAKEEP_REDIS_PREFIX": "fleet"}, "fleet")):
+        settings = TierSettings.resolve(redis_url=redis_url, secret="s", environment=environment)
+        (shared,) = settings.open(1000).below
+        assert isinstance(shared, RedisStore)
+        assert shared._keys.prefix == prefix
+        shared.close()
+    given = TierSettings.resolve(redis_prefix="given", environment=environment)
+    assert given.redis_prefix == "given"
+    with pytest.raises(InvalidValue, match="redis_prefix must be text, not int"):
+        TierSettings.resolve(redis_prefix=7, environment={})  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match=r"prefix must be .*'a b'"):
+        TierSettings.resolve(
+            redis_url=redis_url, redis_prefix="a b", secret="s", environment={}
+        ).open(0)
 
 
 def test_redis_py_is_imported_only_when_a_store_is_made() -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from llamakeep.errors import InvalidValue
 from llamakeep.tokens import NAME_BYTES
 
+DEFAULT_PREFIX = "llamakeep"
+
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 

@@ -26,7 +26,7 @@ from llamakeep.stores import envelope
 from llamakeep.stores.redis.blobs import MAX_VALUE_BYTES, RedisBlobs
 from llamakeep.stores.redis.breaker import CircuitBreaker, Unreachable
 from llamakeep.stores.redis.index import RedisIndex
-from llamakeep.stores.redis.keys import RedisKeys
+from llamakeep.stores.redis.keys import DEFAULT_PREFIX, RedisKeys
 from llamakeep.stores.redis.known import KnownBlobs
 from llamakeep.stores.redis.ledger import RedisLedger
 from llamakeep.stores.redis.lookup import RedisLookup
@@ -101,7 +101,7 @@ class RedisStore:
         min_bytes_per_s: float = 50e6,
         max_blob_bytes: int = 1 << 30,
         chunk_bytes: int = 64 << 20,
-        prefix: str = "llamakeep",
+        prefix: str = DEFAULT_PREFIX,
         lease_s: float = 60.0,
         cooldown_s: float = 1.0,
         longest_cooldown_s: float = 60.0,
