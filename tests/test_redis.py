@@ -24,15 +24,20 @@ import pytest
 from blake3 import blake3
 
 from llamakeep.errors import IntegrityError, InvalidValue, StoreError
+from llamakeep.runtime.fake import FakeRuntime
+from llamakeep.sequence import KeptSequence
 from llamakeep.states import Block, Buffer
 from llamakeep.stores import envelope
+from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
 from llamakeep.stores.redis.index import spot_of
 from llamakeep.stores.redis.ledger import Entry
 from llamakeep.stores.redis.lookup import NEIGHBOURS
 from llamakeep.stores.redis.namespaces import MAX_DESCRIBED
+from llamakeep.stores.tiered import TieredStore
 from llamakeep.tiers import TierSettings
 from llamakeep.tokens import IntArray, PathNames, Place
+from llamakeep.tree import PrefixTree
 from tests.finding import usable
 from tests.redis_servers import Cluster, Server, free_port, need_redis_server, running, wait_until
 
@@ -494,6 +499,50 @@ def test_fault_65_what_a_lookup_brings_does_not_follow_what_branches_off(
     assert brought[1] < 2 * brought[0] < 20_000
     # One that parts with another on the way finds what they have in common.
     assert n_tokens == BLOCK - 11 or alike(store, places, [*range(8), 7, *words[77][:4], 500])
+    store.clear()
+
+
+def test_conversations_behind_one_system_prompt_find_their_own(
+    make: Callable[..., RedisStore], redis_url: str, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 that were saved by replicas that knew of nobody else's, so that all are in one list."""
+    n_talks, store = 2_000, make(redis_url)
+    runtime = FakeRuntime("attention", n_ctx=512)
+    rng = np.random.default_rng(5)
+    system, words = rng.integers(0, 200, 300), rng.integers(0, 4, (n_talks, 200))
+    talks = [np.concatenate([system, [7], talk]).astype(np.int32) for talk in words]
+
+    def replica() -> tuple[TieredStore, PrefixTree]:
+        tiers = TieredStore(MemoryStore(1 << 20), store)
+        return tiers, PrefixTree(tiers, runtime.traits, segment_tokens=256)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "close", lambda: None)
+        for talk in talks:
+            tiers, tree = replica()
+            sequence = KeptSequence(runtime, tree)
+            sequence.advance(talk[:408])
+            sequence.save()
+            sequence.clear()
+            assert tiers.flush()
+            tiers.close()
+    assert len(store) == 1 + n_talks
+    place = PathNames(b"", talks[0], 256).segment(256, 408)
+    listed = store._keys.listed(place.block, 256, spot_of(place).branch)
+    assert raw.zcard(listed) == n_talks
+    reuses = []
+    for talk in talks[::40]:
+        tiers, tree = replica()
+        sequence, before = KeptSequence(runtime, tree), asked(store)
+        reuse = sequence.resume(talk[:480])
+        assert asked(store) - before <= 4
+        reuses.append((reuse.tier, reuse.reused_tokens))
+        sequence.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "close", lambda: None)
+            tiers.close()
+    assert set(reuses) == {("shared", 408)}
+    store.check()
     store.clear()
 
 
