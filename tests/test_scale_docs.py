@@ -21,7 +21,8 @@ from llamakeep.simulate.trace import Trace, open_trace
 from llamakeep.states import Block
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis.index import MAX_LISTED
+from llamakeep.stores.redis.index import MAX_RECORDS
+from llamakeep.stores.redis.lookup import NEIGHBOURS
 from llamakeep.stores.tiered import TieredStore
 from llamakeep.tokens import PathNames
 from llamakeep.tree import PrefixTree

@@ -2,7 +2,7 @@
 
 The name of a state follows from the tokens up to its end, so whoever has a prompt needs to be told
 only where spans start and end. Of each block there is a set of the positions where segments start
-inside it and where checkpoints are: so many at most as it has tokens. A segment that goes on to the
+and where checkpoints are: twice as many at most as it has tokens. A segment that goes on to the
 end of its block, and each checkpoint, is then asked for by name.
 
 What a name does not find are segments that end elsewhere, and those that a prompt parts with on
@@ -22,6 +22,7 @@ forged record leads to a blob that is not there, or is not what it should be: a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
@@ -70,11 +71,10 @@ class RedisIndex:
     def entering(self, spot: Spot, expires_ms: int) -> list[Command]:
         """Return the commands that make a state findable until a time of the server's clock."""
         commands: list[Command] = []
-        if spot.member:
+        if spot.branch:
             commands.append(("ZADD", self._list(spot), 0, spot.member))
-        if spot.is_marked:
-            mark = f"{'s' if spot.member else 'c'}{spot.position}"
-            commands.append(("ZADD", self._keys.marks(spot.block), spot.position, mark))
+        mark = f"{'s' if spot.branch else 'c'}{spot.position}"
+        commands.append(("ZADD", self._keys.marks(spot.block), spot.position, mark))
         return commands + [("PEXPIREAT", key, expires_ms) for key in self.keys_of(spot)]
 
     def leaving(self, spot: Spot) -> list[Command]:
@@ -83,16 +83,16 @@ class RedisIndex:
 
     def measuring(self, spot: Spot) -> list[Command]:
         """Return the command that says how long the list of a spot is, if it is in one."""
-        return [("ZCARD", self._list(spot))] if spot.member else []
+        return [("ZCARD", self._list(spot))] if spot.branch else []
 
     def sampling(self, spot: Spot) -> list[Command]:
         """Return the command that names some records of a list by chance, if it is in one."""
-        return [("ZRANDMEMBER", self._list(spot), SAMPLED)] if spot.member else []
+        return [("ZRANDMEMBER", self._list(spot), SAMPLED)] if spot.branch else []
 
     def keys_of(self, spot: Spot) -> tuple[str, ...]:
         """Return the keys that have to live on for what is at a spot to be found."""
-        listed = (self._list(spot),) if spot.member else ()
-        return (*listed, self._keys.marks(spot.block)) if spot.is_marked else listed
+        listed = (self._list(spot),) if spot.branch else ()
+        return (*listed, self._keys.marks(spot.block))
 
     def _list(self, spot: Spot) -> str:
         return self._keys.listed(spot.block, spot.position, spot.branch)
@@ -101,7 +101,7 @@ class RedisIndex:
 def spot_of(place: Place) -> Spot:
     """Return where the index has the state at `place`. Costs hashes of its block's tokens."""
     if place.kind == "checkpoint":
-        return Spot(place.block, place.end, b"", b"", True)
+        return Spot(place.block, place.end, b"", b"")
     offset = place.start - place.origin
     span = trace(place.tokens)[offset:]
     return Spot(
@@ -109,7 +109,6 @@ def spot_of(place: Place) -> Spot:
         place.start,
         branch_of(place.tokens, offset),
         member(span, place.name, closes=place.closes),
-        offset > 0,
     )
 
 
@@ -125,5 +124,4 @@ def beside(spot: Spot, raw: bytes) -> Listed | None:
     if record is None:
         return None
     n_tokens, name, closes = record
-    its = Spot(spot.block, spot.position, spot.branch, raw, spot.is_marked)
-    return Listed(name, its, n_tokens, closes)
+    return Listed(name, replace(spot, member=raw), n_tokens, closes)

@@ -37,15 +37,14 @@ class Spot:
         position: Where a segment starts; where a checkpoint is.
         branch: Digest of the block's tokens up to the first of the segment, and of that one;
             nothing for a checkpoint, which is in no list.
-        member: What stands for the segment in the list; nothing for a checkpoint.
-        is_marked: The block's positions name it. They name all but what starts with the block.
+        member: What stands for the segment in the list, where that is known; nothing for a
+            checkpoint.
     """
 
     block: bytes
     position: int
     branch: bytes
     member: bytes
-    is_marked: bool
 
 
 class RedisKeys:

@@ -1,7 +1,8 @@
 """Finding by tokens what is on a Redis server: at most three round trips, however much there is.
 
-1. For each block of the prompt: the segment of all its tokens by name, the neighbours of the prompt
-   in the list of what starts with the block, and at which positions else something starts or is.
+1. For each block of the prompt: the segment of all its tokens by name, and at which positions
+   something starts or is. Of the first and last blocks also the neighbours of the prompt in the
+   list of what starts with the block.
 2. At these positions: checkpoints and segments up to the end of the block by name, and neighbours.
    Of listed neighbours of the first round: what their blobs say that they are.
 3. The same for the neighbours of the second round.
@@ -14,7 +15,7 @@ with the block's tokens; of a name 144 bytes; of a block `MAX_MARKS` positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,6 +36,10 @@ server may have dropped it."""
 MAX_MARKS = 1024
 """Positions that are read of a block, the first ones."""
 
+_EAGER_FIRST, _EAGER_LAST = 4, 12
+"""Blocks whose lists are asked for before it is known whether they are of use: what a prompt has in
+memory ends in the first one, and what was kept of it in one of the last, mostly. To ask for all of
+a long prompt would cost more than the round trip that it may save."""
 _MAX_DIGITS = 19
 _BYTES_AT_ONCE = 1 << 13  # of a question and its answer, about: for deadlines
 
@@ -71,24 +76,29 @@ class Finds:
     wrong: list[tuple[bytes, BlobRejected]] = field(default_factory=list)
 
 
-class _Span:
-    """The segment from a position as far as a prompt goes in its block."""
+class _Asked:
+    """A block of the prompt."""
 
-    __slots__ = ("block", "branch", "is_there", "name", "start", "trace")
+    __slots__ = ("_trace", "block", "is_eager", "is_there")
 
-    def __init__(self, block: Block, start: int, block_trace: bytes) -> None:
-        offset = start - block.origin
+    def __init__(self, block: Block, *, is_eager: bool) -> None:
         self.block = block
-        self.start = start
-        self.trace = block_trace[offset:]
-        self.name = state_name("segment", block.name, start, block.tokens)
-        self.branch = branch_of(block.tokens, offset)
-        self.is_there = False
+        self.is_eager = is_eager
+        self.is_there = False  # in one segment
+        self._trace: bytes | None = None
 
-    def spot(self, raw: bytes) -> Spot:
-        """Return the spot of a record of the list that it would be in."""
-        is_marked = self.start > self.block.origin
-        return Spot(self.block.name, self.start, self.branch, raw, is_marked)
+    def trace_from(self, start: int) -> bytes:
+        if self._trace is None:
+            self._trace = trace(self.block.tokens)
+        return self._trace[start - self.block.origin :]
+
+    def segment(self, start: int) -> bytes:
+        """Return the name of the segment from a position as far as the prompt goes."""
+        return state_name("segment", self.block.name, start, self.block.tokens)
+
+    def spot(self, start: int, member: bytes = b"") -> Spot:
+        branch = branch_of(self.block.tokens, start - self.block.origin)
+        return Spot(self.block.name, start, branch, member)
 
 
 class RedisLookup:
@@ -117,31 +127,37 @@ class RedisLookup:
         self._max_blob_bytes = max_blob_bytes
         self._tier = tier
         self._finds = Finds()
-        self._listed: list[tuple[_Span, bytes]] = []
-        self._marked: list[tuple[Block, str, int]] = []
+        self._listed: list[tuple[_Asked, Spot]] = []
+        self._marked: list[tuple[_Asked, str, int]] = []
 
     def find(self, blocks: Sequence[Block]) -> Finds:
         """Return what the prompt can use: see `Tier.find`.
 
-        One round trip where the index names nothing but whole blocks; two where it names
-        checkpoints, or what starts with blocks and ends in them; three where spans start inside
-        blocks and end there.
+        One round trip where there is nothing but whole blocks; two where there are checkpoints, or
+        what starts with a block and ends in it; three where spans start and end inside blocks, and
+        where what ends inside one is far from both ends of a long prompt.
 
         Raises:
             Unreachable: When the server does not answer.
         """
-        traces = {block.name: trace(block.tokens) for block in blocks if block.tokens.size}
         blocks = [block for block in blocks if block.tokens.size]
-        whole = {block.name: _Span(block, block.origin, traces[block.name]) for block in blocks}
-        steps = [self._for_span(span) for span in whole.values()]
-        self._ask(steps + [self._for_marks(block) for block in blocks])
-        parted = {name for name, span in whole.items() if not span.is_there}
+        last = len(blocks) - _EAGER_LAST
+        asked = [
+            _Asked(block, is_eager=index < _EAGER_FIRST or index >= last)
+            for index, block in enumerate(blocks)
+        ]
+        steps = [self._for_whole(each) for each in asked]
+        self._ask(steps + [self._for_marks(each) for each in asked])
         steps = list(self._for_listed())
-        for block, kind, position in self._marked:
+        for each, kind, position in self._marked:
             if kind == "c":
-                steps.append(self._for_checkpoint(block, position))
-            elif block.name in parted:
-                steps.append(self._for_span(_Span(block, position, traces[block.name])))
+                steps.append(self._for_checkpoint(each.block, position))
+            elif each.is_there:
+                continue
+            elif position > each.block.origin:
+                steps.append(self._for_part(each, position))
+            elif not each.is_eager:
+                steps.append(self._for_neighbours(each, position))
         self._ask(steps)
         self._ask(list(self._for_listed()))
         return self._finds
@@ -156,32 +172,61 @@ class RedisLookup:
 
     # -- by name -----------------------------------------------------------------------------------
 
-    def _for_span(self, span: _Span) -> _Step:
-        """Ask for a segment by name, and for its neighbours in its list."""
-        key = self._keys.listed(span.block.name, span.start, span.branch)
-        before, behind = around(span.trace, span.name)
+    def _for_whole(self, asked: _Asked) -> _Step:
+        """Ask for all of a block by name, and, where it may be of use, for what parts with it."""
+        if asked.is_eager:
+            return self._for_part(asked, asked.block.origin)
+        name = asked.segment(asked.block.origin)
+
+        def take(replies: list[Any]) -> None:
+            self._take_named(asked, asked.block.origin, name, replies[0])
+
+        return [self._beginning(name)], take
+
+    def _for_part(self, asked: _Asked, start: int) -> _Step:
+        """Ask for a block from a position on by name, and for its neighbours in its list."""
+        name = asked.segment(start)
+        commands, take_neighbours = self._for_neighbours(asked, start, name)
+
+        def take(replies: list[Any]) -> None:
+            if not self._take_named(asked, start, name, replies[0]):
+                take_neighbours(replies[1:])
+
+        return [self._beginning(name), *commands], take
+
+    def _for_neighbours(self, asked: _Asked, start: int, name: bytes | None = None) -> _Step:
+        """Ask for the neighbours of a segment in the list that it would be in."""
+        spot = asked.spot(start)
+        key = self._keys.listed(spot.block, start, spot.branch)
+        before, behind = around(asked.trace_from(start), name or asked.segment(start))
         limit = ("LIMIT", 0, NEIGHBOURS)
         commands: list[Command] = [
-            self._beginning(span.name),
             ("ZRANGE", key, before, "-", "BYLEX", "REV", *limit),
             ("ZRANGE", key, behind, "+", "BYLEX", *limit),
         ]
 
         def take(replies: list[Any]) -> None:
-            head = self._begins(span.name, replies[0])
-            if head is not None:
-                span.is_there = True
-                tokens = span.block.tokens[span.start - span.block.origin :]
-                record = Record(
-                    "segment", span.name, span.start, tokens, head.payload_bytes, self._tier
-                )
-                spot = span.spot(member(span.trace, span.name, closes=head.closes))
-                self._take(record, spot, head.header_bytes)
-                return
-            for reply in replies[1:]:
-                self._listed += [(span, raw) for raw in self._texts(reply)]
+            for reply in replies:
+                self._listed += [(asked, replace(spot, member=raw)) for raw in self._texts(reply)]
 
         return commands, take
+
+    def _take_named(self, asked: _Asked, start: int, name: bytes, reply: Any) -> bool:
+        """Note the segment from a position as far as the prompt goes; say whether it is there."""
+        head = self._begins(name, reply)
+        if head is None:
+            return False
+        block = asked.block
+        asked.is_there |= start == block.origin
+        tokens = block.tokens[start - block.origin :]
+        record = Record("segment", name, start, tokens, head.payload_bytes, self._tier)
+        stands = (
+            b""  # a trace costs more than a record too many in a list, where that finds nothing
+        )
+        if not head.closes:
+            stands = member(asked.trace_from(start), name, closes=False)
+        self._take(record, asked.spot(start, stands), head.header_bytes)
+        return True
 
     def _for_checkpoint(self, block: Block, position: int) -> _Step:
         tokens = block.tokens[: position - block.origin]
@@ -199,7 +244,7 @@ class RedisLookup:
                 return
             within = tokens[start - block.origin :]
             record = Record("checkpoint", name, start, within, head.payload_bytes, self._tier)
-            self._take(record, Spot(block.name, position, b"", b"", True), head.header_bytes)
+            self._take(record, Spot(block.name, position, b"", b""), head.header_bytes)
 
         return [self._beginning(name)], take
 
@@ -225,8 +270,9 @@ class RedisLookup:
 
     # -- by position, and in lists -----------------------------------------------------------------
 
-    def _for_marks(self, block: Block) -> _Step:
+    def _for_marks(self, asked: _Asked) -> _Step:
         """Ask where in a block something starts or is, as far as the prompt goes."""
+        block = asked.block
         end = block.origin + int(block.tokens.size)
         limit = ("LIMIT", 0, MAX_MARKS)
 
@@ -236,24 +282,24 @@ class RedisLookup:
                 kind, digits = mark[:1].decode("latin-1"), mark[1:]
                 if kind not in "sc" or not digits.isdigit() or len(digits) > _MAX_DIGITS:
                     self._count("rejected_record")
-                elif block.origin < (position := int(digits)) < end + (kind == "c"):
-                    self._marked.append((block, kind, position))
+                elif block.origin <= (position := int(digits)) - (kind == "c") < end:
+                    self._marked.append((asked, kind, position))
 
         key = self._keys.marks(block.name)
-        command = ("ZRANGE", key, f"({block.origin}", end, "BYSCORE", *limit)
+        command = ("ZRANGE", key, block.origin, end, "BYSCORE", *limit)
         return [command], take
 
     def _for_listed(self) -> Iterator[_Step]:
         """Ask what is listed: the headers of these blobs, with their tokens."""
         listed, self._listed = self._listed, []
-        for span, raw in listed:
-            it = beside(span.spot(raw), raw)
+        for asked, spot in listed:
+            it = beside(spot, spot.member)
             if it is None:
                 self._count("rejected_record")
                 continue
-            n_tokens = span.start - span.block.origin + it.n_tokens
+            n_tokens = spot.position - asked.block.origin + it.n_tokens
             last = envelope.MIN_HEADER_BYTES + 4 * n_tokens - 1
-            take = partial(self._take_listed, span.block, it.name, it.spot)
+            take = partial(self._take_listed, asked.block, it.name, it.spot)
             yield [("GETRANGE", self._keys.chunk(it.name, 0), 0, last)], take
 
     def _take_listed(self, block: Block, name: bytes, spot: Spot, replies: list[Any]) -> None:

@@ -154,7 +154,7 @@ class RedisWriter:
             # Cleared meanwhile, or too slow for the lease, or found by nobody.
             self.remove(name, entry)
             return False
-        if spot is not None and spot.member:
+        if spot is not None and spot.branch:
             with contextlib.suppress(Unreachable):  # counted; the blob is there all the same
                 n_records, sample = replies[-2:]
                 self._weed(spot, self._link.whole(n_records), self._link.rows(sample))
@@ -178,7 +178,7 @@ class RedisWriter:
         if entering is not None:
             commands += self._index.entering(entering, expires_ms) + self._index.measuring(entering)
         run = self._link.run(commands)
-        n_records = run[-1] if entering is not None and entering.member else 0
+        n_records = run[-1] if entering is not None and entering.branch else 0
         if entering is not None and isinstance(n_records, int) and n_records > MAX_RECORDS:
             (sample,) = self._link.run(self._index.sampling(entering))
             self._weed(entering, n_records, self._link.rows(sample))
