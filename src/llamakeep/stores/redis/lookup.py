@@ -220,10 +220,8 @@ class RedisLookup:
         asked.is_there |= start == block.origin
         tokens = block.tokens[start - block.origin :]
         record = Record("segment", name, start, tokens, head.payload_bytes, self._tier)
-        stands = (
-            b""  # a trace costs more than a record too many in a list, where that finds nothing
-        )
-        if not head.closes:
+        stands = b""
+        if not head.closes:  # else a trace costs more than a record that stays in a list for long
             stands = member(asked.trace_from(start), name, closes=False)
         self._take(record, asked.spot(start, stands), head.header_bytes)
         return True
