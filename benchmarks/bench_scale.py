@@ -16,7 +16,6 @@ from llamakeep.simulate.trace import NEVER, Request, made_up
 from llamakeep.states import Block
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis.index import MAX_LISTED
 from llamakeep.stores.tiered import TieredStore
 from llamakeep.tokens import IntArray, PathNames
 from llamakeep.tree import PrefixTree
@@ -87,19 +86,25 @@ def of_the_server() -> Iterator[Result]:
 
 @benchmark("scale-redis-lists")
 def of_lists() -> Iterator[Result]:
-    """Records in the longest list of conversations behind one system prompt, and what is missed."""
+    """Conversations that part at one place: lists, what is found, and what is answered."""
     for n_words in (200, 4):
         with running() as server:
             longest = _longest_list(server, n_words)
-        yield _result(f"list, {n_words} words", longest, "records", MAX_LISTED)
+        yield _result(f"list, {n_words} words", longest, "records", 16)
     with running() as server:
-        store, system = _opened(server), _ints(np.random.default_rng(0), N_SYSTEM)
+        store, client = _opened(server), server.client()
+        system = _ints(np.random.default_rng(0), N_SYSTEM)
         for n_before, n_talks in ((0, 2_000), (2_000, 4_000)):
             for talk in range(n_before, n_talks):
-                _put(store, _path(system, talk), N_SYSTEM, 7 * BLOCK)
-            wanted = range(0, n_talks, n_talks // 100)
-            found = sum(_finds(store, _path(system, talk)) for talk in wanted) / len(wanted)
-            yield _result(f"found in a list of {n_talks:,}", found, "of all", 1.0, higher=True)
+                _put(store, _path(system, talk), N_SYSTEM, _end(talk))
+            wanted = range(0, n_talks, n_talks // 100 - 1)[:100]
+            before = client.info("stats")["total_net_output_bytes"]
+            found = sum(_finds(store, _path(system, talk), _end(talk)) for talk in wanted)
+            n_bytes = (client.info("stats")["total_net_output_bytes"] - before) / len(wanted)
+            share = found / len(wanted)
+            yield _result(f"found in a list of {n_talks:,}", share, "of all", 1.0, higher=True)
+            yield _result(f"answered from a list of {n_talks:,}", n_bytes, "bytes", 16_384)
+        client.close()
         store.close()
 
 
@@ -111,8 +116,8 @@ def _longest_list(server: Server, n_words: int) -> int:
         words = _ints(np.random.default_rng(talk + 1), 110, n_words)
         replicas[talk % 2].serve(np.concatenate([system, [np.int32(7)], words]))
     client = server.client()
-    lists = [key for key in client.scan_iter("llamakeep:i:*", 1000) if key.count(b":") == 4]
-    longest = max(client.hlen(key) for key in lists)
+    lists = [key for key in client.scan_iter("llamakeep:i2:*", 1000) if key.count(b":") == 4]
+    longest = max(client.zcard(key) for key in lists)
     client.close()
     for replica in replicas:
         replica.store.close()
@@ -125,9 +130,15 @@ def _path(system: IntArray, talk: int) -> PathNames:
     return PathNames(bytes(32), np.concatenate([system, [np.int32(7)], words]), BLOCK)
 
 
-def _finds(store: RedisStore, path: PathNames) -> bool:
-    place = path.segment(N_SYSTEM, 7 * BLOCK)
-    found = store.find([Block(place.block, place.origin, place.tokens)])
+def _end(talk: int) -> int:
+    """Where what is kept of a conversation ends: each second time inside the block."""
+    return 7 * BLOCK - 12 * (talk % 2)
+
+
+def _finds(store: RedisStore, path: PathNames, end: int) -> bool:
+    """Whether what is kept is found for a prompt that goes on."""
+    place, whole = path.segment(N_SYSTEM, end), path.segment(N_SYSTEM, 7 * BLOCK)
+    found = store.find([Block(whole.block, whole.origin, whole.tokens)])
     return any(record.name == place.name for record in found)
 
 

@@ -193,7 +193,7 @@ class Cache:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CACHE_DIR", "DISK_BYTES", "SECRET", "SALT", "REDIS_URL"):
+    for name in ("CACHE_DIR", "DISK_BYTES", "SECRET", "SALT", "REDIS_URL", "REDIS_PREFIX"):
         monkeypatch.delenv(f"LLAMAKEEP_{name}", raising=False)
     monkeypatch.setattr(screen, "now", lambda: NOW)
 

@@ -255,6 +255,7 @@ def test_states_are_in_a_directory_of_the_demo_alone_which_is_gone_afterwards(
         ("CACHE_DIR", str(tmp_path / "mine")),
         ("DISK_BYTES", "1"),
         ("REDIS_URL", "redis://127.0.0.1:1"),
+        ("REDIS_PREFIX", "no:prefix"),
         ("SECRET", "mine"),
         ("SALT", "mine"),
     ):

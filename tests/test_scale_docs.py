@@ -21,7 +21,8 @@ from llamakeep.simulate.trace import Trace, open_trace
 from llamakeep.states import Block
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.stores.redis import RedisStore
-from llamakeep.stores.redis.index import MAX_LISTED
+from llamakeep.stores.redis.index import MAX_RECORDS, SAMPLED
+from llamakeep.stores.redis.lookup import MAX_MARKS, NEIGHBOURS
 from llamakeep.stores.tiered import TieredStore
 from llamakeep.tokens import PathNames
 from llamakeep.tree import PrefixTree
@@ -56,7 +57,7 @@ def numbers(cell: str) -> list[float]:
 def test_its_options_are_there() -> None:
     command = typer.main.get_command(app).commands["simulate"]  # type: ignore[attr-defined]
     known = {flag for parameter in command.params for flag in parameter.opts}
-    used = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - {"--cache-dir"}
+    used = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - {"--cache-dir", "--redis-prefix"}
     assert {"--replicas", "--route"} <= used <= known
     assert [cells[0].strip("`") for cells in rows_under("## Routers")] == list(ROUTES)
 
@@ -258,12 +259,14 @@ def test_what_a_look_up_costs(store: RedisStore, redis_server: Server) -> None:
     names = [put(store, path, at, at + BLOCK) for at in origins]
     trips, calls = asked()
     assert (trips - before, calls["eval"]) == (3 * 4, 2 * 4)
+    # Of the sorted sets, scripts add to two of the ledger's.
+    counts = {name: calls[name] for name in ("getrange", "set", "zcard", "zrandmember")}
+    assert sum(counts.values()) + calls["pexpireat"] + calls["zadd"] - 2 * 4 == 8 * 4
     before = trips
     assert len(store.find(blocks)) == 4
     trips, calls = asked()
-    assert trips - before == 2
-    listing = calls["hrandfield"] + calls["srandmember"]
-    assert (listing, calls["strlen"]) == (2 * 4, 4)
+    assert trips - before == 1
+    assert (calls["getrange"], calls["zrange"]) == (4, (1 + 2) * 4)
     before = trips
     assert all(data is not None for data in store.get_many(names))
     trips, calls = asked()
@@ -274,14 +277,20 @@ def test_what_a_look_up_costs(store: RedisStore, redis_server: Server) -> None:
     assert (trips - before, calls["eval"], calls["pexpireat"]) == (2, 1, 3 * 4 + 1)
     asked.close()
     table = {cells[0]: cells[1:] for cells in rows_under("## What a look-up costs")}
-    assert table["finding what there is along a prompt"][0].startswith("2; 3")
+    assert table["finding what there is along a prompt"][0].startswith("1; 2")
     assert table["noting a use"] == ["2", "one script, 3 others a state and 1"]
-    assert table["writing a state"][0].startswith("3; 4")
+    assert table["writing a state"] == ["3; 4 where others begin like it", "2 scripts, 8 others"]
 
 
-def test_a_list_gives_no_more_records_than_it_says(store: RedisStore) -> None:
-    assert f"at most {MAX_LISTED:,} records of a list" in PROSE
-    # What lies between the block's begin and the position is not a part of what is listed.
+def test_what_is_said_of_lists(store: RedisStore) -> None:
+    assert f"{NEIGHBOURS} records are read on either side" in PROSE
+    assert f"A list has {MAX_RECORDS:,} records at most, of 345 bytes" in PROSE
+    assert f"looks at {SAMPLED} by chance" in PROSE
+    assert f"told its first {MAX_MARKS:,} positions" in PROSE
+    assert f"{3 * (BLOCK - 1)} at most where blocks have {BLOCK} tokens" in PROSE
+    tiers = (Path(__file__).parent.parent / "docs" / "tiers.md").read_text(encoding="utf-8")
+    assert f"{2 * NEIGHBOURS} are read of each" in " ".join(tiers.split())
+    # What lies between the block's begin and the position is a part of what is listed.
     one, other = (
         np.array([*range(100), between, 7, 8, last], np.int32)
         for between, last in ((500, 1), (600, 2))
@@ -289,7 +298,7 @@ def test_a_list_gives_no_more_records_than_it_says(store: RedisStore) -> None:
     for tokens in (one, other):
         put(store, PathNames(bytes(32), tokens, BLOCK), 101, 104)
     path = PathNames(bytes(32), one, BLOCK)
-    assert len(store.find([Block(path.block(0), 0, one)])) == 2
+    assert len(store.find([Block(path.block(0), 0, one)])) == 1
 
 
 def test_what_a_turn_costs(redis_server: Server) -> None:

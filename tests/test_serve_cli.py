@@ -231,6 +231,7 @@ def test_a_file_is_read(runner: CliRunner, model: str, tmp_path: Path) -> None:
         ("-m MODEL --lora PYTHON", "is not a GGUF file that can be read"),
         ("-m MODEL --redis-url redis://h", "--redis-url: a server that others use needs a secret"),
         ("-m MODEL --redis-url h --secret x", "h is no URL of a Redis server"),
+        ("-m MODEL --redis-prefix a:b", "--redis-prefix: prefix must be 1 to 64 letters"),
         ("-m MODEL --cache off --cache-dir kept", "--cache off keeps nothing outside"),
         ("-m MODEL --cache prompt --cache-dir kept", "--cache prompt keeps nothing outside"),
         ("-m MODEL --disk-bytes 1GiB", "--disk-bytes: it limits the directory of --cache-dir"),

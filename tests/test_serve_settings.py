@@ -156,6 +156,7 @@ def test_what_attach_reads_from_the_environment_means_the_same() -> None:
         "LLAMAKEEP_CACHE_DIR": "~/kept",
         "LLAMAKEEP_DISK_BYTES": "3GiB",
         "LLAMAKEEP_REDIS_URL": "redis://h",
+        "LLAMAKEEP_REDIS_PREFIX": "fleet-7",
         "LLAMAKEEP_SECRET": SECRET,
         "LLAMAKEEP_SALT": "tenant",
     }

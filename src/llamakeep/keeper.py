@@ -735,6 +735,7 @@ def attach(
     cache_dir: str | Path | None = None,
     disk_bytes: int | None = None,
     redis_url: str | None = None,
+    redis_prefix: str | None = None,
     secret: str | None = None,
     salt: str | None = None,
     allow_unauthenticated: bool = False,
@@ -768,6 +769,8 @@ def attach(
             quarter of what is free there.
         redis_url: Server of a tier that machines share, see `RedisStore`; None for that of
             `LLAMAKEEP_REDIS_URL`, or no shared tier.
+        redis_prefix: Begins all keys there; only those with the same share. None for that of
+            `LLAMAKEEP_REDIS_PREFIX`, or `llamakeep`.
         secret: Seals every state that leaves this process: one that was made without it is not
             used. A shared tier needs it. None for that of `LLAMAKEEP_SECRET`. It does not encrypt.
         salt: Tenants with different salts share nothing. None for that of `LLAMAKEEP_SALT`.
@@ -809,6 +812,7 @@ def attach(
         cache_dir=cache_dir,
         disk_bytes=disk_bytes,
         redis_url=redis_url,
+        redis_prefix=redis_prefix,
         secret=secret,
         salt=salt,
         allow_unauthenticated=allow_unauthenticated,

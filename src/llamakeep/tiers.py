@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "cache_dir": "LLAMAKEEP_CACHE_DIR",
     "disk_bytes": "LLAMAKEEP_DISK_BYTES",
     "redis_url": "LLAMAKEEP_REDIS_URL",
+    "redis_prefix": "LLAMAKEEP_REDIS_PREFIX",
     "secret": "LLAMAKEEP_SECRET",
     "salt": "LLAMAKEEP_SALT",
 }
@@ -41,6 +42,8 @@ class TierSettings:
         allow_unauthenticated: Use a shared tier without a secret.
         second_sighting: States go down only when a second prompt has used them.
         min_tokens: States of shorter prompts do not go down.
+        redis_prefix: Begins all keys of the shared tier; who shares has the same. None for the
+            default of `RedisStore`.
     """
 
     cache_dir: Path | None = None
@@ -51,6 +54,7 @@ class TierSettings:
     allow_unauthenticated: bool = False
     second_sighting: bool = False
     min_tokens: int = 0
+    redis_prefix: str | None = None
 
     @classmethod
     def resolve(
@@ -59,6 +63,7 @@ class TierSettings:
         cache_dir: str | Path | None = None,
         disk_bytes: int | None = None,
         redis_url: str | None = None,
+        redis_prefix: str | None = None,
         secret: str | None = None,
         salt: str | None = None,
         allow_unauthenticated: bool = False,
@@ -78,7 +83,12 @@ class TierSettings:
         def text(name: str, given: str | None) -> str:
             return env.get(ENVIRONMENT[name], "") if given is None else given
 
-        texts: dict[str, object] = {"redis_url": redis_url, "secret": secret, "salt": salt}
+        texts: dict[str, object] = {
+            "redis_url": redis_url,
+            "redis_prefix": redis_prefix,
+            "secret": secret,
+            "salt": salt,
+        }
         for name, value in texts.items():
             if not (value is None or isinstance(value, str)):
                 raise InvalidValue(f"{name} must be text, not {type(value).__name__}")
@@ -103,6 +113,7 @@ class TierSettings:
             allow_unauthenticated,
             second_sighting,
             min_tokens,
+            text("redis_prefix", redis_prefix) or None,
         )
 
     def namespace(
@@ -145,7 +156,8 @@ class TierSettings:
         """Open the tiers under a memory of `capacity_bytes`.
 
         Raises:
-            InvalidValue: For a URL that cannot be meant, or a shared tier without a secret.
+            InvalidValue: For a URL or a prefix of keys that cannot be meant, or a shared tier
+                without a secret.
             StoreError: For a directory that cannot be used.
         """
         memory = MemoryStore(capacity_bytes)
@@ -164,12 +176,14 @@ class TierSettings:
                 )
             if self.redis_url is not None:
                 from llamakeep.stores.redis import RedisStore
+                from llamakeep.stores.redis.keys import DEFAULT_PREFIX
 
                 below.append(
                     RedisStore(
                         self.redis_url,
                         secret=self.secret,
                         allow_unauthenticated=self.allow_unauthenticated,
+                        prefix=self.redis_prefix or DEFAULT_PREFIX,
                     )
                 )
         except BaseException:

@@ -63,6 +63,7 @@ class Settings:
             cache_dir=self.cache_dir,
             disk_bytes=self.disk_bytes,
             redis_url="",
+            redis_prefix="",
             secret="",
             salt="",
         )

@@ -114,10 +114,13 @@ IDLE = (
         "--cache prompt resumes where a prompt parts, as llama-server does",
         lambda settings: settings.cache == "prompt",
     ),
-    Idle(
-        "allow_unauthenticated",
-        "no server is shared with others; --redis-url names one",
-        lambda settings: settings.redis_url is None,
+    *(
+        Idle(
+            name,
+            "no server is shared with others; --redis-url names one",
+            lambda settings: settings.redis_url is None,
+        )
+        for name in ("allow_unauthenticated", "redis_prefix")
     ),
 )
 """Options that change nothing, and when."""

@@ -29,6 +29,7 @@ from llamakeep.stores.base import TreeStore
 from llamakeep.stores.descriptions import MOST_DESCRIBED
 from llamakeep.stores.disk import layout
 from llamakeep.stores.envelope import seal_key
+from llamakeep.stores.redis.keys import RedisKeys
 from llamakeep.tiers import TierSettings
 from llamakeep.tree import PrefixTree
 
@@ -295,7 +296,8 @@ def tiers_of(settings: ServerSettings) -> TierSettings:
 
     Raises:
         InvalidValue: For whole prompts, or no cache, with a tier below: nothing would go there.
-            For a limit without a directory, and a server that others use without a secret.
+            For a limit without a directory, a server that others use without a secret, and a
+            prefix that no key may have.
     """
     below = {
         name: getattr(settings, name)
@@ -321,8 +323,14 @@ def tiers_of(settings: ServerSettings) -> TierSettings:
             "LLAMAKEEP_SECRET or with --secret; or --allow-unauthenticated, when everyone who can "
             "write to it may decide what this server answers"
         )
+    if settings.redis_prefix is not None:
+        try:
+            RedisKeys(settings.redis_prefix)
+        except InvalidValue as error:
+            raise InvalidValue(f"{settings.where('redis_prefix')}: {error}") from None
     return TierSettings.resolve(
         **below,
+        redis_prefix=settings.redis_prefix,
         secret=settings.secret,
         salt=settings.salt,
         allow_unauthenticated=settings.allow_unauthenticated,

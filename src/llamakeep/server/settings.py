@@ -327,6 +327,15 @@ class ServerSettings:
             "Share it with other machines through this server; needs a secret.",
         ),
     )
+    redis_prefix: str | None = field(
+        default=None,
+        metadata=option(
+            CACHE,
+            "--redis-prefix",
+            or_none(TEXT, ""),
+            "Begins all keys there. Without: llamakeep. Only those with the same share.",
+        ),
+    )
     secret: str | None = field(
         default=None,
         repr=False,

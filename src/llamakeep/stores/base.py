@@ -225,8 +225,10 @@ class Tier(Store, Protocol):
             blocks: Of one prompt, ascending.
 
         Returns:
-            Every state in one of the blocks whose span starts with the token that the prompt has
-            there. The cost follows the blocks, not what hangs off them.
+            States in one of the blocks whose span starts with the token that the prompt has there.
+            Every checkpoint that the prompt has the tokens of is among them, and segments that
+            cover all its tokens that any of them cover; others may be. The cost follows the
+            blocks, not what hangs off them.
         """
         ...  # pragma: no cover - protocol
 

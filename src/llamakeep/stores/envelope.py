@@ -79,6 +79,29 @@ class Envelope:
         return len(self.header) + SEAL_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What the first `FIXED_BYTES` of a header say. They prove nothing.
+
+    Attributes:
+        name: The blob's name.
+        closes: The block of the state ends with it.
+        block: Name of that block; zeros for an opaque blob.
+        origin: Where the block starts.
+        start: Where the state's span starts.
+        header_bytes: Size of the header.
+        payload_bytes: Size of the blob.
+    """
+
+    name: bytes
+    closes: bool
+    block: bytes
+    origin: int
+    start: int
+    header_bytes: int
+    payload_bytes: int
+
+
 def seal_key(secret: str | bytes | None) -> bytes | None:
     """Return the key that a secret gives, or None without one. An empty secret is none."""
     if not secret:
@@ -143,6 +166,17 @@ def total_bytes(fixed: bytes) -> tuple[int, int]:
     if not MIN_HEADER_BYTES <= n_header <= MAX_HEADER_BYTES:
         raise BlobRejected(f"claims a header of {n_header:,} bytes", reason="corrupt")
     return n_header, n_payload
+
+
+def begins(fixed: bytes) -> Beginning:
+    """Return what the first `FIXED_BYTES` of an envelope say.
+
+    Raises:
+        BlobRejected: When they are not the beginning of an envelope.
+    """
+    n_header, n_payload = total_bytes(fixed)
+    *_, name, _, closes, _, _, block, origin, start = _FIXED.unpack_from(fixed)
+    return Beginning(name, bool(closes), block, origin, start, n_header, n_payload)
 
 
 def parse(header: bytes) -> Envelope:

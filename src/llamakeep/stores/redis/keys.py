@@ -2,14 +2,17 @@
 
 ::
 
-    <prefix>:b:{<name>}:<i>                   chunk i of a blob; chunk 0 begins with its envelope
-    <prefix>:i:{<block>}                      set: where spans start in that block
-    <prefix>:i:{<block>}:<start>:<token>      hash: name -> record, of the spans that start there
-    <prefix>:namespaces                       hash: namespace -> what it is, as JSON
-    <prefix>:{<prefix>}:<what>                what is kept, counted: see `ledger`
+    <prefix>:b:{<name>}:<i>                     chunk i of a blob; chunk 0 begins with its envelope
+    <prefix>:i2:{<block>}                       sorted set: where in a block segments start
+                                                (s<position>), and checkpoints are (c<position>)
+    <prefix>:i2:{<block>}:<start>:<branch>      sorted set: the segments that start there, behind
+                                                tokens that have that digest, in order of tokens
+    <prefix>:namespaces                         hash: namespace -> what it is, as JSON
+    <prefix>:{<prefix>}:<what>                  what is kept, counted: see `ledger`
 
 What stands in braces decides the node of a cluster: the chunks of a blob are together, and so is
-what is known of a block, and the ledger. Names are in hexadecimal.
+what is known of a block, and the ledger. Names and digests are in hexadecimal. `i2` is the second
+form of the index: who reads another one finds nothing in this one, and shares all the rest.
 """
 
 from __future__ import annotations
@@ -20,16 +23,28 @@ from dataclasses import dataclass
 from llamakeep.errors import InvalidValue
 from llamakeep.tokens import NAME_BYTES
 
+DEFAULT_PREFIX = "llamakeep"
+
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where the index has a record: the block, where the span starts, and with which token."""
+    """Where the index has a state.
+
+    Attributes:
+        block: Name of the block that it lies in.
+        position: Where a segment starts; where a checkpoint is.
+        branch: Digest of the block's tokens up to the first of the segment, and of that one;
+            nothing for a checkpoint, which is in no list.
+        member: What stands for the segment in the list, where that is known; nothing for a
+            checkpoint.
+    """
 
     block: bytes
-    start: int
-    first: int
+    position: int
+    branch: bytes
+    member: bytes
 
 
 class RedisKeys:
@@ -60,13 +75,13 @@ class RedisKeys:
         """Return the keys of the first chunks of a blob; of one at least."""
         return [self.chunk(name, index) for index in range(max(1, n_chunks))]
 
-    def starts(self, block: bytes) -> str:
-        """Return the key of the starts of spans in a block."""
-        return f"{self.prefix}:i:{{{block.hex()}}}"
+    def marks(self, block: bytes) -> str:
+        """Return the key of the positions in a block."""
+        return f"{self.prefix}:i2:{{{block.hex()}}}"
 
-    def records(self, spot: Spot) -> str:
-        """Return the key of the records of a spot."""
-        return f"{self.starts(spot.block)}:{spot.start}:{spot.first}"
+    def listed(self, block: bytes, start: int, branch: bytes) -> str:
+        """Return the key of the list of the segments that start alike."""
+        return f"{self.marks(block)}:{start}:{branch.hex()}"
 
     def ledger(self, what: str) -> str:
         """Return a key of the ledger."""

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamakeep.stores.descriptions import MAX_DESCRIPTION_BYTES, Described, parse_description
-from llamakeep.stores.redis.index import MAX_LISTED
 from llamakeep.stores.redis.keys import RedisKeys
 
 if TYPE_CHECKING:
     from llamakeep.stores.redis.link import RedisLink
+
+
+MAX_DESCRIBED = 1024
+"""Descriptions that are read."""
 
 
 class RedisNamespaces:
@@ -54,7 +57,7 @@ class RedisNamespaces:
                 ("HLEN", self._key),
             ],
         )
-        if (over := self._link.whole(n_described) - MAX_LISTED) > 0:
+        if (over := self._link.whole(n_described) - MAX_DESCRIBED) > 0:
             (reply,) = self._link.run([("HRANDFIELD", self._key, over)])
             found = [self._link.text(name) for name in self._link.rows(reply)]
             if others := [name for name in found if name != namespace]:
@@ -67,7 +70,7 @@ class RedisNamespaces:
 
     def read(self) -> dict[bytes, dict[str, Any]]:
         """Return them; at most 1,024, of 64 KiB each, whatever is there."""
-        (reply,) = self._link.run([("HRANDFIELD", self._key, MAX_LISTED)])
+        (reply,) = self._link.run([("HRANDFIELD", self._key, MAX_DESCRIBED)])
         names = [self._link.text(name) for name in self._link.rows(reply)]
         sizes = self._link.run([("HSTRLEN", self._key, name) for name in names])
         names = [

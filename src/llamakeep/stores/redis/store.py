@@ -26,9 +26,10 @@ from llamakeep.stores import envelope
 from llamakeep.stores.redis.blobs import MAX_VALUE_BYTES, RedisBlobs
 from llamakeep.stores.redis.breaker import CircuitBreaker, Unreachable
 from llamakeep.stores.redis.index import RedisIndex
-from llamakeep.stores.redis.keys import RedisKeys
+from llamakeep.stores.redis.keys import DEFAULT_PREFIX, RedisKeys
 from llamakeep.stores.redis.known import KnownBlobs
 from llamakeep.stores.redis.ledger import RedisLedger
+from llamakeep.stores.redis.lookup import RedisLookup
 from llamakeep.stores.redis.namespaces import RedisNamespaces
 from llamakeep.stores.redis.upkeep import RedisUpkeep, SharedEntry
 from llamakeep.stores.redis.url import parse_redis_url
@@ -100,7 +101,7 @@ class RedisStore:
         min_bytes_per_s: float = 50e6,
         max_blob_bytes: int = 1 << 30,
         chunk_bytes: int = 64 << 20,
-        prefix: str = "llamakeep",
+        prefix: str = DEFAULT_PREFIX,
         lease_s: float = 60.0,
         cooldown_s: float = 1.0,
         longest_cooldown_s: float = 60.0,
@@ -129,7 +130,7 @@ class RedisStore:
                 f"chunk_bytes must be at most {MAX_VALUE_BYTES:,}, not {chunk_bytes:,}"
             )
         self._capacity_bytes = capacity_bytes
-        max_blob_bytes = whole_number("max_blob_bytes", max_blob_bytes, 0)
+        self._max_blob_bytes = max_blob_bytes = whole_number("max_blob_bytes", max_blob_bytes, 0)
         self.counters: dict[str, int] = {}
         self._address = address
         ttl_ms = max(1, int(ttl_s * 1000))
@@ -155,9 +156,7 @@ class RedisStore:
         self._blobs = RedisBlobs(
             self._link, self._keys, key, chunk_bytes=chunk_bytes, max_blob_bytes=max_blob_bytes
         )
-        self._index = RedisIndex(
-            self._link, self._keys, self._count, max_blob_bytes=max_blob_bytes, tier=self.tier
-        )
+        self._index = RedisIndex(self._keys)
         self._ledger = RedisLedger(
             self._link,
             self._keys,
@@ -214,26 +213,31 @@ class RedisStore:
     def find(self, blocks: Sequence[Block]) -> list[Record]:
         """Return what is kept in these blocks and begins like the prompt. See `Tier.find`.
 
-        One round trip when there is nothing; one more when spans start elsewhere than blocks do,
-        and one that asks for all records together whether their blobs are still there: the server
-        drops blobs, not records.
+        One round trip when there are only whole blocks, or nothing; two where something starts
+        with a block and ends in it, or is a checkpoint; three where spans start and end inside.
+        Neither that nor what is answered follows what branches off: see `lookup`.
         """
+        look_up = RedisLookup(
+            self._link,
+            self._keys,
+            self._count,
+            max_blob_bytes=self._max_blob_bytes,
+            tier=self.tier,
+        )
         try:
-            found = self._index.find(blocks)
-            sizes = self._blobs.sizes([record.name for record, _, _ in found])
+            finds = look_up.find(blocks)
         except Unreachable:
             self._count("misses_unreachable")
             return []
-        kept, gone = [], []
-        for (record, spot, n_bytes), size in zip(found, sizes, strict=True):
-            self._known.learn(record.name, spot, n_bytes)
-            if size == 0:
-                gone.append(record.name)
-            else:
-                kept.append(record)
-        if gone:
-            self._forget(gone)
-        return kept
+        for each in finds.found:
+            self._known.learn(each.record.name, each.spot, each.n_bytes)
+        for name, spot in finds.gone:
+            self._known.learn(name, spot, 0)
+        if finds.gone:
+            self._forget([name for name, _ in finds.gone])
+        for name, error in finds.wrong:
+            self._drop(name, error)
+        return [each.record for each in finds.found]
 
     def get(self, name: bytes) -> Buffer | None:
         """Return the blob, read-only, or None. See `Store.get`."""
@@ -446,6 +450,12 @@ class RedisStore:
         self._count(f"rejected_{error.reason}")
         logger.warning("blob %s on %s %s", name.hex()[:16], self._address.shown, error)
 
+    def _drop(self, name: bytes, error: BlobRejected) -> None:
+        """Say what is wrong with a blob, and drop it unless someone else can read it."""
+        self._reject(name, error)
+        if error.reason not in NOT_OURS:
+            self._quietly(self._writer.delete, name)
+
     def _forget(self, gone: list[bytes]) -> None:
         """Take out the records of blobs that the server dropped, so that nobody asks again."""
         self._count("misses_gone", len(gone))
@@ -468,9 +478,7 @@ class RedisStore:
         try:
             payload = self._blobs.opened(name, value, expected)
         except BlobRejected as error:
-            self._reject(name, error)
-            if error.reason not in NOT_OURS:
-                self._quietly(self._writer.delete, name)
+            self._drop(name, error)
             return None
         except Unreachable:
             self._count("misses_unreachable")

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llamakeep.errors import BlobRejected
 from llamakeep.states import Buffer
 from llamakeep.stores import envelope
 from llamakeep.stores.redis.blobs import MAX_CHUNKS, RedisBlobs
 from llamakeep.stores.redis.breaker import Unreachable
-from llamakeep.stores.redis.index import RedisIndex, spot_of
+from llamakeep.stores.redis.index import MAX_RECORDS, RedisIndex, beside, spot_of
 from llamakeep.stores.redis.keys import RedisKeys, Spot
 from llamakeep.stores.redis.known import KnownBlobs
 from llamakeep.stores.redis.ledger import Entry, RedisLedger, Reservation
@@ -33,6 +33,8 @@ NOT_OURS = ("secret", "version")
 _TRIES = 3
 _GHOSTS_AT_ONCE = 64
 _GHOSTS_EVERY_S = 1.0
+_DROPPED_AT_ONCE = 4
+_NOT_THERE = -2  # of a key, where PTTL is asked how long it lives
 
 
 class RedisWriter:
@@ -143,23 +145,22 @@ class RedisWriter:
             return False
         commands = [self._ledger.committing(name, entry)]
         spot = spot_of(place) if place is not None else None
-        if place is not None and spot is not None:
-            commands += self._index.entering(name, place, data.nbytes, expires_ms)
-            commands.append(self._index.sampling(spot))
+        if spot is not None:
+            commands += self._index.entering(spot, expires_ms)
+            commands += self._index.measuring(spot) + self._index.sampling(spot)
         committed, *replies = self._link.run(commands)
         self._known.learn(name, spot, entry.n_bytes)
         if committed != 1 or any(isinstance(reply, Exception) for reply in replies):
             # Cleared meanwhile, or too slow for the lease, or found by nobody.
             self.remove(name, entry)
             return False
-        if spot is not None:
+        if spot is not None and spot.branch:
             with contextlib.suppress(Unreachable):  # counted; the blob is there all the same
-                self._weed(spot, [one for one in self._link.rows(replies[-1]) if one != name])
+                n_records, sample = replies[-2:]
+                self._weed(spot, self._link.whole(n_records), self._link.rows(sample))
         return True
 
-    def extend(
-        self, names: Sequence[bytes], entering: tuple[bytes, Place, int] | None = None
-    ) -> list[bytes]:
+    def extend(self, names: Sequence[bytes], entering: Spot | None = None) -> list[bytes]:
         """Let blobs and their records live on, and enter one that may not be in the index.
 
         Returns:
@@ -173,10 +174,15 @@ class RedisWriter:
             spot = self._known.spot(name)
             if spot is not None:
                 keys |= dict.fromkeys(self._index.keys_of(spot))
-        commands = self._index.entering(*entering, expires_ms) if entering is not None else []
-        n_before = len(commands)
-        commands += [("PEXPIREAT", key, expires_ms) for key in (*keys, self._keys.namespaces)]
-        replies = dict(zip(keys, self._link.run(commands)[n_before:], strict=False))
+        commands = [("PEXPIREAT", key, expires_ms) for key in (*keys, self._keys.namespaces)]
+        if entering is not None:
+            commands += self._index.entering(entering, expires_ms) + self._index.measuring(entering)
+        run = self._link.run(commands)
+        n_records = run[-1] if entering is not None and entering.branch else 0
+        if entering is not None and isinstance(n_records, int) and n_records > MAX_RECORDS:
+            (sample,) = self._link.run(self._index.sampling(entering))
+            self._weed(entering, n_records, self._link.rows(sample))
+        replies = dict(zip(keys, run, strict=False))
         return [name for name in names if replies.get(self._keys.chunk(name, 0), 0) == 0]
 
     # -- removing ----------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ class RedisWriter:
         commands = [self._blobs.removing(name, entry.n_chunks)]
         spot = self._known.spot(name)
         if spot is not None:
-            commands.append(self._index.leaving(name, spot))
+            commands += self._index.leaving(spot)
         reply, *_ = self._link.run(commands)
         if isinstance(reply, Exception):
             return False
@@ -216,12 +222,10 @@ class RedisWriter:
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Take out the records of blobs that are gone."""
-        spots = {name: self._known.spot(name) for name in names}
+        spots = [self._known.spot(name) for name in names]
         for name in names:
             self._known.forget(name)
-        self._link.run(
-            [self._index.leaving(name, spot) for name, spot in spots.items() if spot is not None]
-        )
+        self._take_out([spot for spot in spots if spot is not None])
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -234,7 +238,7 @@ class RedisWriter:
             self._link.run([self._ledger.committing(name, reservation.entry)])
         spot = spot_of(place) if place is not None else None
         self._known.learn(name, spot, envelope.header_bytes(place) + n_bytes)
-        self.extend([name], (name, place, n_bytes) if place is not None else None)
+        self.extend([name], spot)
 
     def _give_back(self, name: bytes, reservation: Reservation | None) -> None:
         if reservation is not None and reservation.outcome == "ok":
@@ -244,15 +248,29 @@ class RedisWriter:
         (reply,) = self._link.run([self._blobs.removing(name, n_chunks)])
         return not isinstance(reply, Exception)
 
-    def _weed(self, spot: Spot, names: Sequence[bytes]) -> None:
-        """Take out those records whose blobs are gone.
+    def _weed(self, spot: Spot, n_records: int, sample: Sequence[Any]) -> None:
+        """Take out of a list, of some of its records, those whose blobs are gone.
 
-        A record outlives its blob while others at its spot are used, and nobody may ever ask for
-        it. So whoever writes one looks at a few, and they do not pile up.
+        A record outlives its blob while others in its list are used, and nobody may ever ask for
+        it. So whoever writes one looks at a few, and they do not pile up. Of a list that is too
+        long others go too: what names find first, then what is used least.
         """
-        sizes = self._blobs.sizes(names)
-        gone = [name for name, size in zip(names, sizes, strict=True) if size == 0]
-        self._link.run([self._index.leaving(name, spot) for name in gone])
+        raws = [self._link.text(raw) for raw in sample]
+        others = [it for raw in raws if raw != spot.member and (it := beside(spot, raw))]
+        lives = self._link.run([("PTTL", self._keys.chunk(it.name, 0)) for it in others])
+        gone: list[Spot] = []
+        there: list[tuple[bool, int, Spot]] = []
+        for it, life_ms in zip(others, lives, strict=True):
+            if life_ms == _NOT_THERE:
+                gone.append(it.spot)
+            elif isinstance(life_ms, int):
+                there.append((not it.closes, life_ms, it.spot))
+        there.sort(key=lambda one: one[:2])
+        n_over = min(max(0, n_records - MAX_RECORDS - len(gone)), _DROPPED_AT_ONCE)
+        self._take_out([*gone, *(its for *_, its in there[:n_over])])
+
+    def _take_out(self, spots: Sequence[Spot]) -> None:
+        self._link.run([command for spot in spots for command in self._index.leaving(spot)])
 
     def _drop_ghosts(self) -> bool:
         """Take out entries of blobs that the server has dropped; return whether there were any.
