@@ -330,6 +330,8 @@ class Hazard(WatchingPolicy):
         if now <= self._now:  # or a clock was put back
             return
         self._close()
+        if self._guarded:
+            self._judge()
         if self._events >= max(_LEARN_AFTER, self._n_kept, len(self._runs)):
             self._learn()
         self._now = now
@@ -403,25 +405,21 @@ class Hazard(WatchingPolicy):
         """Let both shadows serve a state, and see which reused more of late."""
         if note.draw & self._mask or note.n_bytes <= 0:
             return
-        share = 1 / (self._mask + 1)
-        if self._n_kept * share > _SAMPLE:
-            self._mask = 2 * self._mask + 1
-            for shadow in (self._learned, self._recent):
-                shadow.thin_out(self._mask)
-            return
-        fades = 1 - _FADING
-        self._saved_learned *= fades
-        self._saved_recent *= fades
-        for shadow in (self._learned, self._recent):
-            shadow.capacity_bytes = int(self._capacity_bytes() * share)
+        self._saved_learned *= 1 - _FADING
+        self._saved_recent *= 1 - _FADING
         if self._learned.access(note):
             self._saved_learned += note.n_tokens
         if self._recent.access(note):
             self._saved_recent += note.n_tokens
-        self._decide()
 
-    def _decide(self) -> None:
-        """Let the order rule that saved more of late."""
+    def _judge(self) -> None:
+        """Let the order rule that saved more of late; keep the sample as large as it should be."""
+        while self._n_kept > _SAMPLE * (self._mask + 1):
+            self._mask = 2 * self._mask + 1
+            self._learned.thin_out(self._mask)
+            self._recent.thin_out(self._mask)
+        for shadow in (self._learned, self._recent):
+            shadow.capacity_bytes = self._capacity_bytes() // (self._mask + 1)
         if self._taught is None:
             return
         least = (_REGRET if self.rules else _LEAD) * self._saved_recent
