@@ -761,8 +761,9 @@ def attach(
         checkpoint_on_device: Leave the newest checkpoint of the live conversation in buffers of
             the context instead of copying it to the host. It serves rewinding that conversation
             and is not kept when another one takes its place.
-        policy: What goes first when the capacity is reached: `lru`, `oldest`, `tokens-per-byte`,
-            `marginal` or an object, see `policy.py`.
+        policy: What goes first when the capacity is reached: a name that `policy_names` lists, or
+            an object with a `rank` method, see `policy/`. `hazard` begins as `lru` and learns from
+            how long states wait to be used again. On disk it is `lru`.
         cache_dir: Directory of the disk tier, where states survive this process; several may use
             it at once. None for that of `LLAMAKEEP_CACHE_DIR`, or no disk tier.
         disk_bytes: Limit on the disk tier's bytes; None for that of `LLAMAKEEP_DISK_BYTES`, or a

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from llamakeep.policy import DEFAULT_POLICY
+
 SUBJECT = "Study what to keep"
 
 
@@ -28,7 +30,7 @@ def simulate(
         typer.Option(
             metavar="NAME[:KEY=VALUE]",
             show_default=False,
-            help="What goes first. More than once. Default: lru; oldest for prompt.",
+            help=f"What goes first. More than once. Default: {DEFAULT_POLICY}; oldest for prompt.",
         ),
     ] = None,
     capacity: Annotated[

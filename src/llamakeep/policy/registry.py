@@ -20,7 +20,7 @@ from llamakeep.policy.ranks import (
 )
 from llamakeep.policy.watching import GreedyDualSizeFrequency, Random, SegmentedLRU, WatchingPolicy
 
-DEFAULT_POLICY: Final = "lru"
+DEFAULT_POLICY: Final = "hazard"
 """What decides in the prefix tree unless told otherwise."""
 
 

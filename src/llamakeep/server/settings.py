@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llamakeep.errors import InvalidValue, ModelError
-from llamakeep.policy import get_policy
+from llamakeep.policy import DEFAULT_POLICY, get_policy, policy_names
 from llamakeep.server.options import (
     DIRECTORY,
     FILE,
@@ -72,7 +72,7 @@ _SAMPLING = (
     "frequency_penalty",
     "ignore_eos",
 )
-_BY_CACHE = {"tree": (32, 512, "lru"), "prompt": (32, 8192, "upstream")}
+_BY_CACHE = {"tree": (32, 512, DEFAULT_POLICY), "prompt": (32, 8192, "upstream")}
 
 # -- the table -------------------------------------------------------------------------------------
 MODEL, CONTEXT, CACHE = "Model", "Context and batches", "What is kept"
@@ -385,8 +385,8 @@ class ServerSettings:
             CACHE,
             "--policy",
             TEXT,
-            "What goes first: lru, oldest, tokens-per-byte or marginal. Without: lru; with "
-            "--cache prompt: upstream.",
+            f"What goes first: {', '.join(policy_names())}. Without: {DEFAULT_POLICY}; with "
+            f"--cache prompt: upstream, and {', '.join(policy_names('prompts'))} are known.",
         ),
     )
     align: int = field(

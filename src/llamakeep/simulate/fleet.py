@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from llamakeep.errors import InvalidValue, whole_number
-from llamakeep.policy import parse_policy
+from llamakeep.policy import DEFAULT_POLICY, parse_policy
 from llamakeep.simulate.replay import Model, Outcome, TraceClock, TreeDriver, drive
 from llamakeep.simulate.routing import Route, Router
 from llamakeep.simulate.tiers import TierSize, open_store
@@ -307,7 +307,7 @@ def replay_fleet(
     fleet: Fleet,
     *,
     capacity_bytes: int,
-    policy: str = "lru",
+    policy: str = DEFAULT_POLICY,
     model: Model | None = None,
     below: Sequence[TierSize] = (),
     warmup: int = 0,

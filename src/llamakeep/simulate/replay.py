@@ -352,7 +352,7 @@ def replay(
         trace: The requests.
         cache: `tree` or `prompt`.
         capacity_bytes: What it may keep, in bytes.
-        policy: What goes first; None for `lru` in the tree and `oldest` in the prompt cache.
+        policy: What goes first; None for the default in the tree and `oldest` in the prompt cache.
         model: What states occupy; attention with a byte a token if not given.
         below: Tiers below memory, for the tree.
         checkpoints: How checkpoints are taken, kept and restored, in families that need them.
