@@ -349,7 +349,8 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _figure(draw: Callable[[Any], None], path: Path, width: float) -> None:
+def figure(draw: Callable[[Any], None], path: Path, width: float) -> None:
+    """Draw a figure of a width in inches into a small PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
@@ -405,7 +406,7 @@ def plot_limits(pool: ProcessPoolExecutor) -> None:
             if index == len(found) - 1:
                 axes.legend(fontsize=7, loc="upper right")
 
-    _figure(draw, DOCS.with_name("checkpoints-limit.png"), 10.0)
+    figure(draw, DOCS.with_name("checkpoints-limit.png"), 10.0)
 
 
 def plot_entries(found: dict[str, list[list[list[int]]]]) -> None:
@@ -433,7 +434,7 @@ def plot_entries(found: dict[str, list[list[list[int]]]]) -> None:
                 axes.legend(fontsize=8)
             axes.set_ylim(0, 350)
 
-    _figure(draw, DOCS.with_name("checkpoints-entries.png"), 8.0)
+    figure(draw, DOCS.with_name("checkpoints-entries.png"), 8.0)
 
 
 def main() -> None:

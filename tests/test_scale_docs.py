@@ -109,6 +109,7 @@ def replayed(trace: Trace, fleet: Fleet, tiers: str) -> FleetOutcome:
         capacity_bytes=memory.capacity_bytes,
         below=below,
         model=Model(TOKEN_BYTES),
+        policy="lru",
     )
 
 

@@ -346,6 +346,8 @@ class PrefixTree(SpanForest):
             What was read, and how far the tree covers `tokens` now. Nothing is evicted for what
             cannot be kept whole: of such tokens, what fits into free room is kept, and in families
             with a rolling part nothing, since only a checkpoint at the end makes spans worth it.
+            A policy that is selective may not think a span worth what would go for it; then that
+            and the rest are not kept, which is no reason to be `refused`.
 
         Raises:
             StateError: What `read` raises; what was stored before stays.
@@ -370,15 +372,15 @@ class PrefixTree(SpanForest):
                 n_bytes = segment_bytes(end - start) if self.traits.segments else 0
                 place = names.segment(start, end)
                 ref = SegmentRef(place.name, start, end, n_bytes)
-                produce = partial(self._read_span, read, start, end)
                 new = None if grows else self._new_node(node, tokens[at:end], ref, place, now)
-                below = self._rank_of_new(new)
-                tier = self._keep(ref, place, produce, evict=fits, below=below)
+                below = self._rank_of_new(new, now)
+                tier = self._keep_span(ref, place, read, new, evict=fits, below=below)
                 if not tier:
                     self.counters.refused_segments += 1
-                    self._tell_refused(new, tokens, names, now)
+                    self._tell_refused(new, tokens, names, segment_bytes)
                     if below is not None:
-                        refused = ""  # not worth what would have to go
+                        self._tell_unworthy(tokens)
+                        refused = ""
                     elif fits:
                         refused = f"{n_bytes:,} bytes of tokens {start} to {end} do not fit"
                     return Saved(at, read_bytes, reread_bytes, refused)
@@ -395,19 +397,40 @@ class PrefixTree(SpanForest):
         self._forget_cold()
         return Saved(tokens.size, read_bytes, reread_bytes)
 
-    def _rank_of_new(self, node: SpanNode | None) -> Rank | None:
+    def _rank_of_new(self, node: SpanNode | None, now: float) -> Rank | None:
         """Return what has to rank lower to go for a new span; None for all that can go.
 
         Where states need checkpoints, a span is worth nothing without the one that is yet to come.
         """
         if node is None or node.segment is None or self.traits.rolling:
             return None
-        if not self._watcher.selective:
-            return None
-        return self.policy.rank(node.segment, self._clock())
+        return self.policy.rank(node.segment, now) if self._watcher.selective else None
+
+    def _keep_span(
+        self,
+        ref: SegmentRef,
+        place: Place,
+        read: Callable[[int, int], Segment],
+        new: SpanNode | None,
+        *,
+        evict: bool,
+        below: Rank | None,
+    ) -> str:
+        """Let a span be read and kept. Return the tier it is in, or nothing."""
+        produce = partial(self._read_span, read, ref.start, ref.end)
+        try:
+            return self._keep(ref, place, produce, evict=evict, below=below)
+        except BaseException:
+            if new is not None and new.segment is not None:
+                self._watcher.leaves(new.segment, new.segment.created, evicted=False)
+            raise
 
     def _tell_refused(
-        self, first: SpanNode | None, tokens: IntArray, names: PathNames, now: float
+        self,
+        first: SpanNode | None,
+        tokens: IntArray,
+        names: PathNames,
+        segment_bytes: Callable[[int], int],
     ) -> None:
         """Tell a policy that watches of the spans that a prompt has and the tree does not keep.
 
@@ -415,21 +438,26 @@ class PrefixTree(SpanForest):
             first: The span that was refused, of which it has heard; None for a grown tail.
             tokens: The prompt.
             names: The names along it.
-            now: When it came.
+            segment_bytes: The size of a segment.
         """
         if self._watcher is NOT_WATCHING or first is None or first.segment is None:
             return
-        refused = [first]
+        now, refused = first.segment.created, [first]
         while refused[-1].end < tokens.size:
             at = refused[-1].end
             end = min(int(tokens.size), at + self.segment_tokens)
             place = names.segment(at, end)
-            n_bytes = first.segment.n_bytes * (end - at) // first.segment.n_tokens
+            n_bytes = segment_bytes(end - at) if self.traits.segments else 0
             ref = SegmentRef(place.name, at, end, n_bytes)
             refused.append(self._new_node(refused[-1], tokens[at:end], ref, place, now))
         for node in reversed(refused):
             if node.segment is not None:
                 self._watcher.leaves(node.segment, now, evicted=True)
+
+    def _tell_unworthy(self, tokens: IntArray) -> None:
+        """Tell that a prompt is not kept for what it is worth: as good as evicted at once."""
+        if self.on_evicted is not None:
+            self.on_evicted(self.namespace, tokens)
 
     @staticmethod
     def _start_of(node: SpanNode) -> int:

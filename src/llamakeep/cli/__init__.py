@@ -84,7 +84,7 @@ def _llamakeep(
     Ask what another policy, or more memory, would have saved:
 
     \b
-        llamakeep simulate requests.jsonl --policy lru --policy marginal
+        llamakeep simulate requests.jsonl --policy lru --policy hazard
 
     Every command explains itself: llamakeep ls --help
     """  # noqa: D301 - the backspace keeps lines as they are
