@@ -114,11 +114,12 @@ class Knowing(WatchingPolicy):
         """Hear of a new state, and know which block it is of.
 
         Raises:
-            InvalidValue: When it is not of a whole block.
+            RuntimeError: When it is not of a full block. That is no error of ours, which a cache
+                would survive by keeping nothing.
         """
         self._go_to(now)
         if kept.n_tokens != self._future.block_tokens:
-            raise InvalidValue(f"a state of {kept.n_tokens} tokens is of no full block")
+            raise RuntimeError(f"a state of {kept.n_tokens} tokens is of no full block")
         depth = 0 if after is None else self._future.depth_of[after.memo] + 1
         kept.memo = self._path[depth]
         self._states[kept.memo] = kept
