@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.features import FEATURES, SETS, Classes, FeatureSet, classes_of, past_of, shuffled
+from benchmarks.features import FEATURES, SETS, FeatureSet, Past, classes_of, past_of, shuffled
 from benchmarks.hindsight import oracle, tables
 from benchmarks.oracles import Dead, Future, Ints, Soon, Worth
 from llamakeep.policy import Policy, parse_policy
@@ -37,6 +37,7 @@ EXPERTS: Final = ("lru", "oldest", "slru", "gdsf", "random", "hazard:guard=0")
 N_WINDOWS: Final = 16
 _AGE: Final = FeatureSet(("age alone",))
 _SINGLE: Final = tuple(FeatureSet((name,)) for name in FEATURES)
+PARTS: Final = ("policies", "oracles", "features", "cases", "chance")
 _DEALT: Final = (FeatureSet(("last gap",)), SETS[1], SETS[2], SETS[4])
 
 TITLES: Final = {
@@ -44,6 +45,7 @@ TITLES: Final = {
     "oracles": "Oracles of the future",
     "features": "Tables made with hindsight, measured on what they were made of",
     "halves": "Second half alone: tables made of the first half",
+    "cases": "The same, but what is used together counts as one",
     "chance": "Tables made with hindsight of classes that say nothing",
 }
 
@@ -146,28 +148,19 @@ class Study:
         """Whether there is much to gain."""
         return self._share(self._bound) - self._share(self._lru) > STARVED_SHARE
 
-    def rows(self) -> Iterator[Row]:
-        """Measure everything. Costs some 80 replays."""
+    def rows(self, parts: Iterable[str] = PARTS) -> Iterator[Row]:
+        """Measure these parts. All of them cost some 80 replays."""
         future = Future(self._trace)
         past = past_of(future)
-        yield from self._policies()
-        yield from self._oracles(future)
-        for features in (*_SINGLE, *SETS):
-            classes = classes_of(past, features)
-            everything = self._serve(oracle(future, classes))
-            yield self._row("features", features.name, everything)
-            if features == _AGE:
-                yield self._row("chance", features.name, everything)
-            first = self._serve(oracle(future, classes, 0, self._half))
-            yield self._row("halves", features.name, first, self._half)
-            if features in SETS:
-                yield self._row("halves", f"{features.name}, of all", everything, self._half)
-        for features in SETS[1:3]:
-            classes = classes_of(past, features)
-            reused = self._serve(oracle(future, classes, selective=False))
-            yield self._row("features", f"{features.name}, not refusing", reused)
-        for features in _DEALT:
-            yield from self._chance(future, classes_of(past, features))
+        measured: dict[str, Callable[[], Iterator[Row]]] = {
+            "policies": self._policies,
+            "oracles": lambda: self._oracles(future),
+            "features": lambda: self._features(future, past),
+            "cases": lambda: self._cases(future, past),
+            "chance": lambda: self._chance(future, past),
+        }
+        for part in parts:
+            yield from measured[part]()
 
     def _policies(self) -> Iterator[Row]:
         found = {name: self._serve(parse_policy(name, "tree")) for name in (*EXPERTS, "hazard")}
@@ -192,20 +185,46 @@ class Study:
                 yield self._row("oracles", name, reused)
         yield self._row("oracles", "bound", self._bound)
 
-    def _chance(self, future: Future, classes: Classes) -> Iterator[Row]:
+    def _features(self, future: Future, past: Past) -> Iterator[Row]:
+        """Measure tables that were made of everything, and of the first half."""
+        for features in (*_SINGLE, *SETS):
+            classes = classes_of(past, features)
+            everything = self._serve(oracle(future, classes))
+            yield self._row("features", features.name, everything)
+            first = self._serve(oracle(future, classes, 0, self._half))
+            yield self._row("halves", features.name, first, self._half)
+            if features in SETS:
+                yield self._row("halves", f"{features.name}, of all", everything, self._half)
+        for features in SETS[1:3]:
+            classes = classes_of(past, features)
+            reused = self._serve(oracle(future, classes, selective=False))
+            yield self._row("features", f"{features.name}, not refusing", reused)
+
+    def _cases(self, future: Future, past: Past) -> Iterator[Row]:
+        """Measure tables in which blocks that are used together are no independent evidence."""
+        for features in SETS:
+            classes = classes_of(past, features)
+            for end, what in ((self._half, ""), (0, ", of all")):
+                reused = self._serve(oracle(future, classes, 0, end, by_case=True))
+                yield self._row("cases", features.name + what, reused, self._half)
+
+    def _chance(self, future: Future, past: Past) -> Iterator[Row]:
         """Measure classes that are dealt anew: with their own tables, and with another deal's."""
-        own: list[Ints] = []
-        other: list[Ints] = []
-        for seed in range(self._n_deals):
-            rng = np.random.default_rng(seed)
-            dealt, again = shuffled(future, classes, rng), shuffled(future, classes, rng)
-            worths = tables(future, dealt)
-            for saved, each in ((own, dealt), (other, again)):
-                saved.append(self._serve(Worth(future, each.klasses, each.scales, worths)))
-        n_classes = np.unique(classes.klasses).size
-        name = f"{classes.name}, dealt anew ({n_classes:,} classes)"
-        yield self._row("chance", name, np.mean(own, axis=0))
-        yield self._row("chance", f"{classes.name}, dealt twice", np.mean(other, axis=0))
+        age = self._serve(oracle(future, classes_of(past, _AGE)))
+        yield self._row("chance", _AGE.name, age)
+        for features in _DEALT:
+            classes = classes_of(past, features)
+            own: list[Ints] = []
+            other: list[Ints] = []
+            for seed in range(self._n_deals):
+                rng = np.random.default_rng(seed)
+                dealt, again = shuffled(future, classes, rng), shuffled(future, classes, rng)
+                worths = tables(future, dealt)
+                for saved, each in ((own, dealt), (other, again)):
+                    saved.append(self._serve(Worth(future, each.klasses, each.scales, worths)))
+            name = f"{features.name} ({np.unique(classes.klasses).size:,} classes), dealt"
+            yield self._row("chance", f"{name} anew", np.mean(own, axis=0))
+            yield self._row("chance", f"{name} twice", np.mean(other, axis=0))
 
     def _serve(self, policy: str | Policy) -> Ints:
         return served(self._trace, policy, self._capacity_bytes)
@@ -219,16 +238,22 @@ class Study:
         return Row(self._trace.name, self._capacity, section, policy, saved, closed)
 
 
-def measure(case: tuple[Path, str, int]) -> list[Row]:
-    """Return what was measured of a trace, at a capacity, with so many deals.
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one process measures: the arguments of a `Study`, and its parts."""
 
-    Nothing, where that is not starved.
-    """
-    path, capacity, n_deals = case
+    path: Path
+    capacity: str
+    n_deals: int
+    parts: tuple[str, ...]
+
+
+def measure(case: Case) -> list[Row]:
+    """Return what was measured; nothing, where the capacity is not starved."""
     logging.getLogger("llamakeep").setLevel(logging.ERROR)  # small caches refuse much, and say so
-    with open_trace(path) as trace:
-        study = Study(trace, capacity, n_deals)
-        return list(study.rows()) if study.is_starved else []
+    with open_trace(case.path) as trace:
+        study = Study(trace, case.capacity, case.n_deals)
+        return list(study.rows(case.parts)) if study.is_starved else []
 
 
 def write_tables(rows: Sequence[Row]) -> Iterator[str]:
@@ -239,6 +264,8 @@ def write_tables(rows: Sequence[Row]) -> Iterator[str]:
         found = {
             (row.policy, row.trace, row.capacity): row for row in rows if row.section == section
         }
+        if not found:
+            continue
         yield from (f"### {title}", "", f"| | {' | '.join(heads)} | mean |")
         yield "|---" + "|---:" * (len(columns) + 1) + "|"
         for policy in dict.fromkeys(key[0] for key in found):
@@ -255,12 +282,13 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}"
 
 
-def cases_of(texts: Iterable[str], n_deals: int) -> list[tuple[Path, str, int]]:
+def cases_of(texts: Iterable[str], n_deals: int, parts: Sequence[str] = PARTS) -> list[Case]:
     """Return what `measure` takes for traces written as `PATH` or `PATH@CAPACITY,...`."""
     cases = []
     for text in texts:
         path, _, capacities = text.partition("@")
-        cases += [(Path(path), each, n_deals) for each in (capacities or CAPACITIES).split(",")]
+        for capacity in (capacities or CAPACITIES).split(","):
+            cases.append(Case(Path(path), capacity, n_deals, tuple(parts)))
     return cases
 
 
@@ -280,10 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object a row instead")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--deals", type=int, default=2, help="deals of empty classes (default: 2)")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this; may be repeated")
     options = parser.parse_args(arguments)
     if options.jobs < 1 or options.deals < 1:
         parser.error("--jobs and --deals are at least 1")
-    cases = cases_of(options.trace, options.deals)
+    cases = cases_of(options.trace, options.deals, options.part or PARTS)
     with ProcessPoolExecutor(min(options.jobs, len(cases))) as pool:
         mapped: Callable[..., Iterable[list[Row]]] = pool.map if options.jobs > 1 else map
         rows = [row for found in mapped(measure, cases) for row in found]

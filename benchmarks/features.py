@@ -193,15 +193,25 @@ def classes_of(past: Past, features: FeatureSet) -> Classes:
     return Classes(features.name, tuple(each.n_classes for each in chosen), klasses, scales)
 
 
+def groups_of(future: Future, classes: Classes) -> tuple[Floats, Ints]:
+    """Return the groups of uses that are of one request and one class, and the group of each use.
+
+    Returns:
+        For each group its request, class and scale, in columns; the column of each use.
+    """
+    keys = np.stack((future.owners.astype(float), classes.klasses.astype(float), classes.scales))
+    groups, of_uses = np.unique(keys, axis=1, return_inverse=True)
+    return groups, of_uses.reshape(-1)
+
+
 def shuffled(future: Future, classes: Classes, rng: np.random.Generator) -> Classes:
     """Return classes that say nothing, of which everything else is the same.
 
     The uses of one request that were of one class still are; which class that is, is dealt anew
     among all such groups of the trace.
     """
-    keys = np.stack((future.owners.astype(float), classes.klasses.astype(float), classes.scales))
-    groups, of_uses = np.unique(keys, axis=1, return_inverse=True)
-    dealt = groups[:, rng.permutation(groups.shape[1])][:, of_uses.reshape(-1)]
+    groups, of_uses = groups_of(future, classes)
+    dealt = groups[:, rng.permutation(groups.shape[1])][:, of_uses]
     return Classes(
         f"{classes.name}, dealt anew", classes.sizes, dealt[1].astype(np.int64), dealt[2]
     )

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.features import Classes
+from benchmarks.features import Classes, groups_of
 from benchmarks.oracles import Floats, Future, Ints, Worth
 from llamakeep.errors import InvalidValue
 from llamakeep.policy.survival import EDGES, N_BUCKETS, hit_density
@@ -42,7 +42,9 @@ def waits(future: Future, start: int, end: int) -> tuple[Ints, Floats, Ints]:
     return uses, seconds, (next_uses < end).astype(np.int64)
 
 
-def tables(future: Future, classes: Classes, start: int = 0, end: int = 0) -> list[list[float]]:
+def tables(
+    future: Future, classes: Classes, start: int = 0, end: int = 0, *, by_case: bool = False
+) -> list[list[float]]:
     """Return for each class and bucket what it is worth to keep a block, by what requests tell.
 
     Args:
@@ -50,15 +52,21 @@ def tables(future: Future, classes: Classes, start: int = 0, end: int = 0) -> li
         classes: The class of each use.
         start: The first request that counts.
         end: The one after the last that counts; 0 for all.
+        by_case: Let blocks of one class that one request used count as one, all together: they are
+            mostly used again together, or not. Else each counts as one.
     """
     uses, seconds, was_used = waits(future, start, end or future.n_requests)
+    counts = np.ones(uses.size)
+    if by_case:
+        of_uses = groups_of(future, classes)[1][uses]
+        counts /= np.bincount(of_uses)[of_uses]
     waited = seconds / classes.scales[uses]
     buckets = np.searchsorted(EDGES, waited, side="right") - 1
     klasses, n_classes = classes.klasses[uses], classes.n_classes
     shape = n_classes, N_BUCKETS
     cells = klasses * N_BUCKETS + buckets
-    ended = np.bincount(cells, minlength=prod(shape)).reshape(shape)
-    used = np.bincount(cells, weights=was_used, minlength=prod(shape)).reshape(shape)
+    ended = np.bincount(cells, weights=counts, minlength=prod(shape)).reshape(shape)
+    used = np.bincount(cells, weights=counts * was_used, minlength=prod(shape)).reshape(shape)
     began = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
     chances = (used.sum(axis=0) / (began.sum(axis=0) + 1.0))[None]
     for level in range(len(classes.sizes)):
@@ -72,8 +80,14 @@ def tables(future: Future, classes: Classes, start: int = 0, end: int = 0) -> li
 
 
 def oracle(
-    future: Future, classes: Classes, start: int = 0, end: int = 0, *, selective: bool = True
+    future: Future,
+    classes: Classes,
+    start: int = 0,
+    end: int = 0,
+    *,
+    by_case: bool = False,
+    selective: bool = True,
 ) -> Worth:
     """Return a policy that ranks by the tables of some requests. See `tables`."""
-    worths = tables(future, classes, start, end)
+    worths = tables(future, classes, start, end, by_case=by_case)
     return Worth(future, classes.klasses, classes.scales, worths, selective=selective)

@@ -222,7 +222,22 @@ def test_tables_by_hand() -> None:
         chances[at_3] = ((2, 0)[klass] + PRIOR * prior[at_3]) / (2 + PRIOR)
         for at in range(N_BUCKETS):  # those that nobody waits in are the prior's
             assert chances[at] == 0 or at == at_3
-        assert found == pytest.approx(hit_density(chances, widths))
+        assert found == pytest.approx(hit_density(chances.tolist(), widths))
+
+
+def test_what_is_used_together_can_count_as_one() -> None:
+    """Three blocks of a prompt that come again, one that never does."""
+    requests = [[1, 2, 3], [4], [1, 2, 3], [5]]
+    with trace_with(requests, [0.0, 0.0, 3.0, 50.0]) as trace:
+        future = Future(trace)
+    classes = Classes("all", (1,), np.zeros(8, np.int64), np.ones(8))
+    at_3, widths = np.searchsorted(EDGES, 3.0, side="right") - 1, [*np.diff(EDGES), EDGES[-1]]
+    for by_case, n_used, n_all in ((False, 3, 7), (True, 1, 3)):
+        chances = np.zeros(N_BUCKETS)
+        prior = n_used / (n_all + 1)
+        chances[at_3] = (n_used + PRIOR * prior) / (n_all + PRIOR)
+        (found,) = tables(future, classes, by_case=by_case)
+        assert found == pytest.approx(hit_density(chances.tolist(), widths))
 
 
 def test_what_waits_is_worth_less_as_time_passes() -> None:
@@ -317,8 +332,8 @@ def test_it_replays_as_replay_does() -> None:
 
 def test_cases() -> None:
     everything = evidence.cases_of(["a.gz", "b@3%,1KiB"], 4)
-    assert [case[1] for case in everything] == ["2%", "5%", "10%", "20%", "3%", "1KiB"]
-    assert everything[-1] == (Path("b"), "1KiB", 4)
+    assert [case.capacity for case in everything] == ["2%", "5%", "10%", "20%", "3%", "1KiB"]
+    assert everything[-1] == evidence.Case(Path("b"), "1KiB", 4, evidence.PARTS)
 
 
 def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
