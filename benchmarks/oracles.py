@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llamakeep.errors import InvalidValue
 from llamakeep.policy.base import Watched
 from llamakeep.policy.queue import Rank
-from llamakeep.policy.survival import EDGES, N_BUCKETS, bucket_of
+from llamakeep.policy.survival import EDGES, N_BUCKETS
 from llamakeep.policy.watching import WatchingPolicy
 from llamakeep.simulate.replay import TraceClock
 from llamakeep.simulate.trace import NEVER, Trace
@@ -251,8 +251,7 @@ class Worth(Knowing):
             if not run.blocks:
                 continue
             before = self._worth(run)
-            waited_s = now - self._future.times[run.request]
-            run.bucket = max(run.bucket + 1, bucket_of(waited_s / run.scale))
+            run.bucket += 1
             self._expect(run)
             if self._worth(run) < before:
                 for block in run.blocks:

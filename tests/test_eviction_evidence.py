@@ -172,6 +172,8 @@ def test_features_by_hand() -> None:
     assert past.to_end.tolist() == [1, 0, 2, 1, 0, 1, 0, 2, 1, 0]
     assert past.depths.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 1, 2]
     assert past.lengths.tolist() == [2, 2, 3, 3, 3, 2, 2, 3, 3, 3]
+    with trace_with([[1, 2, 3], [1, 2, 4]]) as trace:
+        assert past_of(Future(trace)).shared.tolist() == [0, 0, 0, 1, 1, 0]
 
 
 def test_classes_of_features() -> None:
@@ -255,6 +257,9 @@ def test_scaled_time() -> None:
     # After twice that time the slow one is worth 1, the newcomer 0.5, the other one nothing.
     assert left_of_two([0, 0, 0], [4.0, 1.0, 8.0], worths, 2 * EDGES[8]) == [1]
     assert left_of_two([0, 0, 0], [1.0, 4.0, 8.0], worths, 2 * EDGES[8]) == [2]
+    # Before it, both are at their best, and that of the fast one is four times as much.
+    assert left_of_two([0, 0, 0], [1.0, 4.0, 2.0], worths, EDGES[8] / 2) == [1]
+    assert left_of_two([0, 0, 0], [4.0, 1.0, 2.0], worths, EDGES[8] / 2) == [2]
 
 
 def left_of_two(
