@@ -222,9 +222,8 @@ class Study:
                 worths = tables(future, dealt)
                 for saved, each in ((own, dealt), (other, again)):
                     saved.append(self._serve(Worth(future, each.klasses, each.scales, worths)))
-            name = f"{features.name} ({np.unique(classes.klasses).size:,} classes), dealt"
-            yield self._row("chance", f"{name} anew", np.mean(own, axis=0))
-            yield self._row("chance", f"{name} twice", np.mean(other, axis=0))
+            yield self._row("chance", f"{features.name}, dealt anew", np.mean(own, axis=0))
+            yield self._row("chance", f"{features.name}, dealt twice", np.mean(other, axis=0))
 
     def _serve(self, policy: str | Policy) -> Ints:
         return served(self._trace, policy, self._capacity_bytes)
@@ -296,8 +295,8 @@ def _as_json(row: Row) -> str:
     return json.dumps({name: getattr(row, name) for name in row.__dataclass_fields__})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for and return the exit status."""
+def command_line() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.evidence",
         description="Measure what oracles save at the starved capacities of traces.",
@@ -309,6 +308,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--deals", type=int, default=2, help="deals of empty classes (default: 2)")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this; may be repeated")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for and return the exit status."""
+    parser = command_line()
     options = parser.parse_args(arguments)
     if options.jobs < 1 or options.deals < 1:
         parser.error("--jobs and --deals are at least 1")

@@ -350,6 +350,7 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     names = {row["policy"] for row in rows}
     assert {"lru", "hazard", "dead", "soon, refusing", *FEATURES} <= names
     assert {features.name for features in SETS} <= names
+    assert {"last gap, dealt anew", "last gap, dealt twice"} <= names
     by_name = {row["policy"]: row for row in rows if row["section"] == "policies"}
     assert (by_name["lru"]["closed_share"], by_name["bound"]["closed_share"]) == (0, 1)
     switching = by_name[f"best of them in each {evidence.N_WINDOWS}th of the trace"]
