@@ -278,7 +278,7 @@ def write_tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f}"
+    return "-" if share is None else f"{round(100 * share)}"  # which knows no -0
 
 
 def cases_of(texts: Iterable[str], n_deals: int, parts: Sequence[str] = PARTS) -> list[Case]:

@@ -157,7 +157,8 @@ SETS: Final = (
     FeatureSet(("shared", "turns", "last gap", "prompt length")),
     FeatureSet(("shared", "turns", "last gap", "prompt length", "depth")),
 )
-"""The second one is what `hazard` uses. The last ones have more classes than there is evidence."""
+"""The second one is what `hazard` goes by, which learns the power. The last ones have more classes
+than there is evidence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,9 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.features import FEATURES, SETS
+from benchmarks.hindsight import waits
+from benchmarks.oracles import Future
+from llamakeep.simulate.trace import open_trace
 from tests.published import POINTS, PUBLISHED, trace_path
 
 TEXT = (Path(__file__).parent.parent / "docs" / "eviction-evidence.md").read_text(encoding="utf-8")
@@ -72,6 +75,51 @@ def test_its_ends_are_those_that_were_published() -> None:
             assert saved == pytest.approx(PUBLISHED[trace][capacity][at], abs=POINTS[name])
 
 
+def test_its_sum_for_a_third_is_right() -> None:
+    name = "shared + turns + last gap"
+    gained, dealt = (
+        [int(re.findall(r"\((-?\d+)\)", cell)[0]) for cell in cells[:-1]]
+        for cells in (table_of("features")[name], table_of("chance")[f"{name}, dealt anew"])
+    )
+    left = [one - other for one, other in zip(gained[3:], dealt[3:], strict=True)]
+    text = " ".join(TEXT.split())
+    assert "{}, {} and {} % by sharing, turns and gap".format(*left) in text
+    assert "hindsight gives them, {}, {} and {} %".format(*gained[:3]) in text
+    assert f"the mean is {np.mean([*gained[:3], *left]):.0f} %" in text
+
+
+def test_its_summary_is_that_of_its_tables() -> None:
+    lines = TEXT[TEXT.index("| tables by |") :].splitlines()[2:]
+    summary = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
+    for name, *cells in summary:
+        gained, dealt, difference, learned = map(int, cells)
+        assert gained == int(table_of("features")[name][-1])
+        assert dealt == int(table_of("chance")[f"{name}, dealt anew"][-1])
+        assert difference == gained - dealt
+        assert learned == int(table_of("halves")[name][-1])
+
+
+@pytest.mark.parametrize("name", ["taubench_airline", "lmcache_agent", "mooncake_synthetic"])
+def test_what_it_says_of_waits_is_so(name: str) -> None:
+    path = trace_path(name)
+    if path is None:
+        pytest.skip("shared/traces is not at hand")
+    with open_trace(path) as trace:
+        future = Future(trace)
+    half = future.n_requests // 2
+    _, seconds, used = waits(future, 0, future.n_requests)
+    in_first = future.next_uses < half
+    medians = [np.median(seconds[(used == 1) & (in_first == first)]) for first in (True, False)]
+    written = {
+        "taubench_airline": r"shorter than\s+(\S+) s, in its second (\S+) s",
+        "lmcache_agent": r"On LMCache that goes from (\S+) to (\S+) s",
+        "mooncake_synthetic": r"on Mooncake from (\S+) to (\S+) s",
+    }
+    (found,) = re.findall(written[name], TEXT)
+    for median, text in zip(medians, found, strict=True):
+        assert float(text) == pytest.approx(float(median), rel=0.05)
+
+
 @pytest.mark.parametrize("capacity", ["2%", "5%"])
 def test_what_it_says_of_oracles_is_what_they_save(capacity: str) -> None:
     path = trace_path("lmcache_agent")
@@ -83,5 +131,5 @@ def test_what_it_says_of_oracles_is_what_they_save(capacity: str) -> None:
     assert rows
     for row in rows:
         assert row.closed_share is not None
-        found = f"{100 * row.saved_share:.1f} ({100 * row.closed_share:.0f})"
+        found = f"{100 * row.saved_share:.1f} ({round(100 * row.closed_share)})"
         assert written[row.policy] == found
