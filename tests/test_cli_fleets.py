@@ -91,7 +91,7 @@ def test_tables(trace: Path) -> None:
     assert " ".join(titles.split()) == first
     rows = report_of(trace, "--tiers", TIERS, *flags)["results"]
     for line, row in zip((one, two), rows, strict=True):
-        assert line.split()[:5] == ["lru", "384", "B", "2", row["route"]]
+        assert line.split()[:5] == ["hazard", "384", "B", "2", row["route"]]
         assert f"{row['saved_share']:.1%}" in line
         assert f"{row['reused_by_tier'].get('shared', 0):,}" in line
         assert line.endswith(f"{row['uneven_requests']:.2f}, {row['uneven_evaluated']:.2f}")

@@ -63,7 +63,7 @@ def test_json(trace: Path) -> None:
         assert row["evicted_bytes"] == outcome.evicted_bytes
         assert row["capacity_share"] == outcome.capacity_bytes / 112
         assert row["saved_ms"] == pytest.approx(outcome.reused_tokens * 2, rel=1e-3)
-    assert [row["policy"] for row in found["results"]] == ["lru", "lru"]
+    assert [row["policy"] for row in found["results"]] == ["hazard", "hazard"]
     assert found["best_is_bound"] is True
 
 
@@ -82,7 +82,7 @@ def test_a_table_with_bars(trace: Path) -> None:
     assert titles.split()[:4] == ["policy", "capacity", "saved", "hit"]
     with open_trace(trace) as opened:
         saved = replay(opened, capacity_bytes=112).saved_share
-    assert row.split()[:7] == ["lru", "112", "KiB", "=", "100", "%", f"{saved:.1%}"]
+    assert row.split()[:7] == ["hazard", "112", "KiB", "=", "100", "%", f"{saved:.1%}"]
     assert row.endswith(bar(saved))
     assert most.startswith("bound ")
     assert note == "bound: Belady's optimum on the same blocks; nothing can save more."

@@ -127,7 +127,7 @@ def test_what_was_evicted_is_told_with_the_policy_and_the_price() -> None:
         assert engine.stats()["evicted_segments"] > 0
         found = engine.explain("again")
         assert found is not None
-        assert (found.kind, found.policy) == (Kind.EVICTED, "lru")
+        assert (found.kind, found.policy) == (Kind.EVICTED, "hazard")
         assert found.lost_tokens == 300 - (found.reused_tokens or 0)
         assert "--cache-ram" in found.advice
 

@@ -24,10 +24,16 @@ def test_published_figures(name: str) -> None:
     with open_trace(path) as trace:
         for share, (slot, lru, most) in PUBLISHED[name].items():
             capacity_bytes = capacity_of(share, trace.footprint_tokens)
-            found = replay(trace, capacity_bytes=capacity_bytes)
+            found = replay(trace, capacity_bytes=capacity_bytes, policy="lru")
             best = bound(trace, capacity_bytes=capacity_bytes)
             assert 100 * found.saved_share == pytest.approx(lru, abs=POINTS["lru"])
             assert 100 * best.saved_share == pytest.approx(most, abs=POINTS["bound"])
+            learned = replay(trace, capacity_bytes=capacity_bytes, policy="hazard").saved_share
+            prompt = replay(trace, "prompt", capacity_bytes=capacity_bytes).saved_share
+            assert 100 * learned >= 100 * max(found.saved_share, prompt) - 0.5
+            if best.saved_share - found.saved_share > 0.05:
+                gap = best.saved_share - found.saved_share
+                assert learned - found.saved_share > gap / 5
             assert found.saved_share <= best.saved_share
             variant = searched_first(trace, capacity_bytes)
             assert 100 * variant == pytest.approx(slot, abs=POINTS["slot"])
