@@ -378,7 +378,7 @@ class PrefixTree(SpanForest):
                 if not tier:
                     self.counters.refused_segments += 1
                     self._tell_refused(new, tokens, names, segment_bytes)
-                    if below is not None:
+                    if fits and below is not None:
                         self._tell_unworthy(tokens)
                         refused = ""
                     elif fits:
@@ -452,7 +452,7 @@ class PrefixTree(SpanForest):
             refused.append(self._new_node(refused[-1], tokens[at:end], ref, place, now))
         for node in reversed(refused):
             if node.segment is not None:
-                self._watcher.leaves(node.segment, now, evicted=True)
+                self._watcher.refused(node.segment, now)
 
     def _tell_unworthy(self, tokens: IntArray) -> None:
         """Tell that a prompt is not kept for what it is worth: as good as evicted at once."""

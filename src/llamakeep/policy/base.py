@@ -135,7 +135,7 @@ class Watching(Policy, Protocol):
         ...  # pragma: no cover - protocol
 
     def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
-        """Hear of a new thing: it is kept from now on, or refused, which `leaves` says.
+        """Hear of a new thing: it is kept from now on, or `refused`.
 
         Args:
             kept: The thing.
@@ -153,7 +153,11 @@ class Watching(Policy, Protocol):
         ...  # pragma: no cover - protocol
 
     def leaves(self, kept: Watched, now: float, *, evicted: bool) -> None:
-        """Hear that a thing is not kept any more: evicted or refused, or lost. Again: no matter."""
+        """Hear that a thing is not kept any more: evicted, or lost. Again: no matter."""
+        ...  # pragma: no cover - protocol
+
+    def refused(self, kept: Watched, now: float) -> None:
+        """Hear that a new thing is not kept, of which it heard that it comes. Nothing went."""
         ...  # pragma: no cover - protocol
 
 
@@ -172,6 +176,9 @@ class NotWatching:
         """Do nothing."""
 
     def leaves(self, kept: Watched, now: float, *, evicted: bool) -> None:
+        """Do nothing."""
+
+    def refused(self, kept: Watched, now: float) -> None:
         """Do nothing."""
 
 

@@ -47,6 +47,7 @@ _GHOSTS: Final = 16384
 """States that went and are remembered, at least; with many states 8 times as many as there are."""
 
 _SEQUENCE_BITS: Final = 40
+_FEW: Final = 8
 
 _SAMPLE: Final = 512
 """Most states of which the shadows keep count."""
@@ -221,8 +222,9 @@ class Hazard(WatchingPolicy):
         if note is not None:
             note.kept, note.n_bytes, note.n_tokens = kept, kept.n_bytes, kept.n_tokens
             note.after = before
-            self._again(note)
+            waits = self._again(note)
         else:
+            waits = True
             note = _Note(kept, before)
             if before is not None and not note.is_checkpoint:
                 if before.followed:
@@ -234,22 +236,27 @@ class Hazard(WatchingPolicy):
                 note.turns, note.gap_s = before.turns, before.gap_s
         kept.memo = note
         self._n_kept += 1
-        self._wait(note)
+        if waits:
+            self._wait(note)
 
     def used(self, kept: Watched, now: float) -> None:
         """Count how long a state waited."""
         self._go_to(now)
         note: _Note | None = kept.memo
-        if note is None:
+        if note is None or not self._again(note):
             return
-        self._again(note)
         self._wait(note)
+        if self.rules:
+            self._look_again(kept)  # what comes after a use may be worth less than what came before
 
     def replaces(self, kept: Watched, old: Watched) -> None:
         """Remember of a longer tail what was known of the shorter one."""
         super().replaces(kept, old)
         note: _Note | None = kept.memo
         if note is not None:
+            ghost = self._ghosts.pop(kept.name, None)  # it was as long before
+            if ghost is not None:
+                self._forget(ghost)
             note.kept, note.name = kept, kept.name
             note.n_bytes, note.n_tokens = kept.n_bytes, kept.n_tokens
 
@@ -268,6 +275,10 @@ class Hazard(WatchingPolicy):
         while len(self._ghosts) > max(_GHOSTS, 8 * self._n_kept):
             self._forget(self._ghosts.pop(next(iter(self._ghosts))))
 
+    def refused(self, kept: Watched, now: float) -> None:
+        """Remember a state that was not kept as one that went."""
+        self.leaves(kept, now, evicted=True)
+
     def _forget(self, note: _Note) -> None:
         run = note.run
         if run is not None:
@@ -283,16 +294,19 @@ class Hazard(WatchingPolicy):
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def _again(self, note: _Note) -> None:
-        """A state is used again."""
+    def _again(self, note: _Note) -> bool:
+        """A state is used again. Return whether it waits anew: not twice from one time on."""
         run = note.run
         if run is None:
-            return
+            return True
+        if run.last >= self._now:
+            return False
         _, n = self._ended.get(run.number, (run, 0))
         self._ended[run.number] = run, n + 1
         note.gap_s = max(0.0, self._now - run.last)
         note.turns += 1
         self._part(note)
+        return True
 
     def _part(self, note: _Note) -> None:
         """Take a state out of its run."""
@@ -301,6 +315,8 @@ class Hazard(WatchingPolicy):
             run.n -= 1
             if not run.n:
                 self._runs.pop(run.number, None)
+            if len(run.notes) > 2 * run.n + _FEW:
+                run.notes = [each for each in run.notes if each.run is run]
 
     def _wait(self, note: _Note) -> None:
         """Let a state wait, from now on, with others of its class that do."""

@@ -23,16 +23,13 @@ class Shadowed(Protocol):
 class _Item:
     """A thing that a shadow would keep."""
 
-    __slots__ = ("created", "hits", "last_used", "of", "queued", "sequence")
+    __slots__ = ("created", "hits", "last_used", "n_bytes", "of", "queued", "sequence")
 
     def __init__(self, of: Shadowed) -> None:
         self.of = of
+        self.n_bytes = of.n_bytes  # as it is counted: what it stands for may grow
         self.created = self.last_used = 0.0
         self.hits = self.queued = self.sequence = 0
-
-    @property
-    def n_bytes(self) -> int:
-        return self.of.n_bytes
 
     @property
     def n_tokens(self) -> int:  # pragma: no cover - nobody's business here
@@ -61,7 +58,6 @@ class Shadow:
 
     Args:
         rank: What goes first, at the present time.
-        clock: Seconds, for the queue.
         selective: Whether what ranks below all that could go for it is not kept.
 
     Attributes:
@@ -83,12 +79,18 @@ class Shadow:
         return self._items.get(item.of.draw) is item
 
     def access(self, thing: Shadowed) -> bool:
-        """Return whether a thing is there, and keep it. Costs O(log n), amortised."""
+        """Return whether a thing is there, and keep it. Costs O(log n), amortised.
+
+        For what has grown there is made room when the next comes that is not there.
+        """
         item = self._items.get(thing.draw)
         if item is not None:
-            self.used_bytes += thing.n_bytes - item.of.n_bytes
-            item.of = thing
+            self.used_bytes += thing.n_bytes - item.n_bytes
+            item.of, item.n_bytes = thing, thing.n_bytes
+            self._queue.look_again(item)  # a use may let it fall
             return True
+        if thing.n_bytes > self.capacity_bytes:
+            return False  # nothing goes for what cannot be kept
         limit = self._rank(thing) if self._selective else None
         while self.used_bytes + thing.n_bytes > self.capacity_bytes:
             gone = self._queue.pop(_anything, below=limit)
@@ -118,7 +120,7 @@ class Shadow:
 
     def _drop(self, item: _Item) -> None:
         del self._items[item.of.draw]
-        self.used_bytes -= item.of.n_bytes
+        self.used_bytes -= item.n_bytes
 
 
 def _anything(item: _Item) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,10 @@ class WatchingPolicy:
         """Hear of a thing that is not kept any more."""
         kept.memo = None
 
+    def refused(self, kept: Watched, now: float) -> None:
+        """Hear of a new thing that is not kept: as if it had never come."""
+        self.leaves(kept, now, evicted=False)
+
 
 class _Place:
     """A thing's place in `SegmentedLRU`."""
@@ -92,7 +97,11 @@ class SegmentedLRU(WatchingPolicy):
 
     def __init__(self, protected: float = _PROTECTED_SHARE) -> None:
         super().__init__()
-        if not 0 < protected <= 1:
+        try:
+            is_right = 0 < protected <= 1
+        except TypeError:
+            is_right = False
+        if not is_right:
             raise InvalidValue(f"protected must be above 0 and at most 1, not {protected!r}")
         self._share = protected
         self._orders = itertools.count(1)
@@ -182,12 +191,12 @@ class GreedyDualSizeFrequency(WatchingPolicy):
 
     def used(self, kept: Watched, now: float) -> None:
         """Work out the rank of a thing that was used."""
-        per_byte = kept.n_tokens / kept.n_bytes if kept.n_bytes > 0 else float("inf")
+        per_byte = kept.n_tokens / kept.n_bytes if kept.n_bytes > 0 else math.inf
         kept.memo = self._inflation + (1 + kept.hits) * per_byte
 
     def leaves(self, kept: Watched, now: float, *, evicted: bool) -> None:
         """Let what comes begin where the last one went."""
-        if evicted and kept.memo is not None:
+        if evicted and kept.memo is not None and kept.memo < math.inf:  # or all would be equal
             self._inflation = max(self._inflation, kept.memo)
         super().leaves(kept, now, evicted=evicted)
 
@@ -210,7 +219,10 @@ class Random(WatchingPolicy):
 
     def __init__(self, seed: float = 0) -> None:
         super().__init__()
-        self._seed = whole_number("seed", int(seed) if seed == int(seed) else seed, 0)
+        given: object = seed
+        if isinstance(given, float) and given.is_integer():  # as options are read
+            given = int(given)
+        self._seed = whole_number("seed", given, 0)
         self._draws = random.Random(self._seed)
         self._time = 0.0
 
