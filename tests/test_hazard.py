@@ -406,7 +406,7 @@ def test_what_is_remembered_is_bounded(learns_soon: None, monkeypatch: pytest.Mo
 def test_a_ghost_whose_name_a_grown_tail_takes_is_forgotten(learns_soon: None) -> None:
     """It would be waiting for ever."""
     clock = Time()
-    tree = PrefixTree(MemoryStore(8), PLAIN, segment_tokens=8, policy=Hazard(), clock=clock)
+    tree = PrefixTree(MemoryStore(12), PLAIN, segment_tokens=8, policy=Hazard(), clock=clock)
     policy = tree.policy
     assert isinstance(policy, Hazard)
     for turn in range(40):
