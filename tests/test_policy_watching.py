@@ -64,7 +64,7 @@ class Cache:
         self.gone: list[str] = []
         self._numbers = itertools.count()
         self.queue = EvictionQueue[Thing](policy, self.clock, self._is_kept)
-        policy.begin(self.queue.look_again, lambda: self.capacity_bytes)
+        policy.begin_watching(self.queue.look_again, lambda: self.capacity_bytes, may_refuse=True)
 
     def _is_kept(self, thing: Thing) -> bool:
         return thing in self.kept.values()
@@ -354,8 +354,8 @@ def test_equal_seeds_equal_choices() -> None:
         ("gdsf", "GreedyDualSizeFrequency()"),
         ("random", "Random(seed=0)"),
         ("random:seed=7", "Random(seed=7)"),
-        ("hazard", "Hazard(guard=1)"),
-        ("hazard:guard=0", "Hazard(guard=0)"),
+        ("hazard", "Hazard(guard=1, regret=0.005)"),
+        ("hazard:guard=0", "Hazard(guard=0, regret=0.005)"),
     ],
 )
 def test_options_that_are_good(text: str, said: str) -> None:
@@ -399,12 +399,15 @@ def test_arguments_that_are_no_numbers(policy: Any, value: Any) -> None:
 @pytest.mark.parametrize("name", WATCHING)
 def test_one_policy_watches_one_cache(name: str) -> None:
     policy: Any = get_policy(name)
-    policy.begin(lambda kept: None, lambda: 1)
+    policy.begin_watching(lambda kept: None, lambda: 1, may_refuse=True)
     with pytest.raises(InvalidValue, match=r"\) watches a cache already; each needs its own"):
-        policy.begin(lambda kept: None, lambda: 1)
+        policy.begin_watching(lambda kept: None, lambda: 1, may_refuse=True)
     with pytest.raises(InvalidValue, match="watches a cache already"):
-        watcher_of(policy, lambda kept: None, lambda: 1)
-    assert watcher_of(LeastRecentlyUsed(), lambda kept: None, lambda: 1) is NOT_WATCHING
+        watcher_of(policy, lambda kept: None, lambda: 1, may_refuse=True)
+    assert (
+        watcher_of(LeastRecentlyUsed(), lambda kept: None, lambda: 1, may_refuse=True)
+        is NOT_WATCHING
+    )
 
 
 @pytest.mark.parametrize("name", WATCHING)
@@ -431,7 +434,7 @@ def test_a_policy_of_anyones_that_watches_is_taken_as_it_is() -> None:
         def __init__(self) -> None:
             self.heard: list[str] = []
 
-        def begin(self, look_again: Any, capacity_bytes: Any) -> None:
+        def begin_watching(self, look_again: Any, capacity_bytes: Any, *, may_refuse: bool) -> None:
             self.heard.append(f"begin {capacity_bytes()}")
 
         def __getattr__(self, name: str) -> Any:

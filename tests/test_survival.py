@@ -16,11 +16,11 @@ from llamakeep.policy.survival import (
     FIRST_S,
     N_BUCKETS,
     Learned,
-    Survival,
     Wait,
     bucket_of,
     gap_power,
     hit_density,
+    learn,
     scale_of,
 )
 
@@ -157,12 +157,26 @@ def test_weights_count() -> None:
     assert gap_power(light) > 0.9 > gap_power(waits)
 
 
+class Lessons:
+    """Waits that are over, and what they teach with those that go on."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
+        self._over: list[Wait] = []
+
+    def add(self, wait: Wait) -> None:
+        self._over.append(wait)
+
+    def learn(self, waiting: Sequence[Wait]) -> Learned:
+        return learn(self._groups, [*self._over, *waiting])
+
+
 # -- what is learned -------------------------------------------------------------------------------
 
 
 def test_by_hand_what_two_classes_of_two_groups_teach() -> None:
     """Two waits of a class were used within 0.125 s, one was given up after 1 s, one goes on."""
-    survival = Survival([0, 1], 10)
+    survival = Lessons([0, 1])
     for wait in (
         Wait(0, -1.0, 0.05, 1.0, used=True),
         Wait(0, -1.0, 0.1, 1.0, used=True),
@@ -185,7 +199,7 @@ def test_by_hand_what_two_classes_of_two_groups_teach() -> None:
 
 def test_what_was_censored_counts_until_then() -> None:
     """Waits that were given up early do not let later ones look worse."""
-    survival = Survival([0], 1000)
+    survival = Lessons([0])
     for _ in range(10):
         survival.add(Wait(0, -1.0, 0.01, 1.0, used=False))
         survival.add(Wait(0, -1.0, 5.0, 1.0, used=True))
@@ -201,7 +215,7 @@ def test_what_was_censored_counts_until_then() -> None:
 
 def test_classes_are_drawn_to_their_group() -> None:
     """Of no evidence of its own a class is worth what the others of its group are."""
-    survival = Survival([0, 0, 1, 1], 1000)
+    survival = Lessons([0, 0, 1, 1])
     for _ in range(300):
         survival.add(Wait(0, -1.0, 0.1, 1.0, used=True))
         survival.add(Wait(2, -1.0, 0.1, 1.0, used=False))
@@ -211,7 +225,7 @@ def test_classes_are_drawn_to_their_group() -> None:
 
 
 def test_time_is_measured_against_the_gap_where_waits_follow_it() -> None:
-    survival = Survival([0], 1000)
+    survival = Lessons([0])
     for n in range(500):
         gap = 2.0 ** (n % 10)
         survival.add(Wait(0, gap, gap, 1.0, used=True))
@@ -222,17 +236,32 @@ def test_time_is_measured_against_the_gap_where_waits_follow_it() -> None:
     assert abs(best - usual) <= 1
 
 
-def test_only_the_last_waits_are_remembered() -> None:
-    survival = Survival([0], 50)
-    for _ in range(500):
-        survival.add(Wait(0, -1.0, 0.1, 1.0, used=True))
-    for _ in range(50):
-        survival.add(Wait(0, -1.0, 1e5, 1.0, used=False))
-    assert set(survival.learn([]).worths[0]) == {0.0}
-    assert len(survival._waits) == 50
+def test_what_waits_half_of_the_time_for_ever_is_seen_as_that() -> None:
+    """A known distribution: half of all come back after an exponential time, the others never."""
+    rng = random.Random(5)
+    waits = []
+    for _ in range(4000):
+        came = rng.expovariate(1 / 10.0) if rng.random() < 0.5 else math.inf
+        watched = rng.uniform(0.0, 200.0)  # until now, or until it was given up
+        waits.append(Wait(0, -1.0, min(came, watched), 1.0, used=came <= watched))
+    worths = learn([0], waits).worths[0]
+    # At the beginning: half of 1 / 10 a second, and less and less as only the others are left.
+    assert worths[bucket_of(0.0)] == pytest.approx(0.05, rel=0.15)
+    for seconds in (4.0, 12.0, 30.0):
+        left = 0.5 * math.exp(-seconds / 10)
+        assert worths[bucket_of(seconds)] == pytest.approx(left / (left + 0.5) / 10, rel=0.4)
+
+
+def test_what_is_given_up_hides_nothing_of_what_is_used() -> None:
+    """Half are used after a second, the rest is given up some time later."""
+    waits = [Wait(0, -1.0, 1.0, 1.0, used=True) for _ in range(1000)]
+    waits += [Wait(0, -1.0, 30.0, 1.0, used=False) for _ in range(1000)]
+    at = bucket_of(1.0)
+    width = EDGES[at + 1] - EDGES[at]
+    assert learn([0], waits).worths[0][at] == pytest.approx(0.5 / (width * 0.75), rel=0.01)
 
 
 def test_nothing_teaches_nothing() -> None:
-    learned = Survival([0, 1, 1], 9).learn([])
+    learned = Lessons([0, 1, 1]).learn([])
     assert learned.power == 0.0
     assert [set(each) for each in learned.worths] == [{0.0}] * 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeAlias
 
 from llamakeep.errors import IntegrityError, InvalidValue
@@ -72,7 +72,10 @@ class SpanForest:
         self._queue = EvictionQueue[Kept](self.policy, clock, self._is_live)
         self._looks_around = looks_around(self.policy)
         self._watcher = watcher_of(
-            self.policy, self._queue.look_again, lambda: self.store.capacity_bytes
+            self.policy,
+            self._queue.look_again,
+            lambda: self.store.capacity_bytes,
+            may_refuse=not traits.rolling,
         )
         self._cold: dict[bytes, Kept] = {}  # what is only in tiers below, by name
         self._pinned_bytes = 0
@@ -120,11 +123,13 @@ class SpanForest:
         ref: SegmentRef,
         place: Place | None = None,
         now: float | None = None,
+        *,
+        fits: bool = True,
     ) -> SpanNode:
         """Return a new span, the end of `ref`, that is to hang off another."""
         node = SpanNode(tokens, ref.end - int(tokens.size))
         kept = node.segment = self._kept(node, ref, "ram", place, now)
-        self._watcher.enters(kept, kept.created, above.segment)
+        self._watcher.enters(kept, kept.created, above.segment, fits=fits)
         return node
 
     def _hang(self, path: Path[SpanNode], node: SpanNode, tier: str) -> SpanNode:
@@ -300,8 +305,10 @@ class SpanForest:
             # Also what was hung on meanwhile. A policy may raise: nothing stays pinned.
             nodes = path.nodes if complete else path.nodes[:n_held]
             free = [node for node, _ in nodes if self._let_go(node)]
-            for node in free:
-                self._enqueue_all(node)
+            with ExitStack() as each:  # what raises for one thing leaves no other out
+                for node in free:
+                    for kept in self._evictable(node):
+                        each.callback(self._queue.push, kept)
 
     def _pinned_up(self, last: SpanNode) -> AbstractContextManager[Path[SpanNode]]:
         """Hold a node and everything above it."""
@@ -324,11 +331,13 @@ class SpanForest:
             self._pinned_bytes -= node.held_bytes
         return not node.pins
 
-    def _enqueue_all(self, node: SpanNode) -> None:
-        for kept in node.checkpoints.values():
-            self._queue.push(kept)
+    @staticmethod
+    def _evictable(node: SpanNode) -> list[Kept]:
+        """Return what could go of a node that nobody holds."""
+        found = list(node.checkpoints.values())
         if node.segment is not None and not node.branches:
-            self._queue.push(node.segment)
+            found.append(node.segment)
+        return found
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -450,7 +459,8 @@ class SpanForest:
         self._cold = {kept.ref.name: kept for kept in states if kept.tier != "ram"}
         for node in nodes:
             node.pins = 0
-            self._enqueue_all(node)
+            for kept in self._evictable(node):
+                self._queue.push(kept)
 
     def _check_bookkeeping(self) -> None:
         nodes = list(self._nodes())
@@ -466,10 +476,7 @@ class SpanForest:
         if len(set(map(id, in_queue))) != len(in_queue):
             raise IntegrityError(f"the queue of {len(in_queue)} has something twice")
         for node in nodes:
-            evictable = [] if node.pins else list(node.checkpoints.values())
-            if node.segment is not None and not (node.branches or node.pins):
-                evictable.append(node.segment)
-            if not all(kept.queued for kept in evictable):
+            if not node.pins and not all(kept.queued for kept in self._evictable(node)):
                 raise IntegrityError(f"{node!r} holds what would never be evicted")
 
     def _survey(self) -> tuple[dict[bytes, int], list[tuple[SpanNode, str]]]:

@@ -37,7 +37,7 @@ from llamakeep.explain import Explanation, History, Served, kept_elsewhere
 from llamakeep.fingerprint import Difference, Namespace, read_adapters
 from llamakeep.modelfile import inspect_file
 from llamakeep.modes import Mode, current_mode
-from llamakeep.policy import DEFAULT_POLICY, Policy, get_policy
+from llamakeep.policy import DEFAULT_POLICY, Policy, get_policy, name_of
 from llamakeep.sequence import FIRST_TIME, KeptSequence
 from llamakeep.states import Reuse
 from llamakeep.tiers import TierSettings
@@ -114,7 +114,7 @@ class Keeper:
         self._attached = True
         self._totals = {"requests": 0, "reused_tokens": 0, "evaluated_tokens": 0}
         self._history = History(
-            policy=tree.policy.name if tree.store.capacity_bytes else "",
+            policy=name_of(tree.policy) if tree.store.capacity_bytes else "",
             rolling=runtime.traits.rolling,
             align=sequence.align,
         )
@@ -155,7 +155,7 @@ class Keeper:
             "live_tokens": self._sequence.live.n_tokens,
             "family": traits.family.value,
             "whole_because": traits.whole_because,
-            "policy": tree.policy.name,
+            "policy": name_of(tree.policy),
             "failures": dict(self._sequence.failures),
             **asdict(tree.counters),
             "below": tree.store.stats(),

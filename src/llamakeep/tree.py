@@ -372,13 +372,15 @@ class PrefixTree(SpanForest):
                 n_bytes = segment_bytes(end - start) if self.traits.segments else 0
                 place = names.segment(start, end)
                 ref = SegmentRef(place.name, start, end, n_bytes)
-                new = None if grows else self._new_node(node, tokens[at:end], ref, place, now)
-                below = self._rank_of_new(new, now)
+                new = None
+                if not grows:
+                    new = self._new_node(node, tokens[at:end], ref, place, now, fits=fits)
+                below = self._rank_of_new(new, now) if fits else None
                 tier = self._keep_span(ref, place, read, new, evict=fits, below=below)
                 if not tier:
                     self.counters.refused_segments += 1
-                    self._tell_refused(new, tokens, names, segment_bytes)
-                    if fits and below is not None:
+                    self._tell_refused(new, tokens, names, segment_bytes, fits=fits)
+                    if below is not None and self._free_bytes() < n_bytes:
                         self._tell_unworthy(tokens)
                         refused = ""
                     elif fits:
@@ -431,6 +433,8 @@ class PrefixTree(SpanForest):
         tokens: IntArray,
         names: PathNames,
         segment_bytes: Callable[[int], int],
+        *,
+        fits: bool,
     ) -> None:
         """Tell a policy that watches of the spans that a prompt has and the tree does not keep.
 
@@ -439,6 +443,7 @@ class PrefixTree(SpanForest):
             tokens: The prompt.
             names: The names along it.
             segment_bytes: The size of a segment.
+            fits: Whether the prompt could be kept whole.
         """
         if self._watcher is NOT_WATCHING or first is None or first.segment is None:
             return
@@ -449,7 +454,7 @@ class PrefixTree(SpanForest):
             place = names.segment(at, end)
             n_bytes = segment_bytes(end - at) if self.traits.segments else 0
             ref = SegmentRef(place.name, at, end, n_bytes)
-            refused.append(self._new_node(refused[-1], tokens[at:end], ref, place, now))
+            refused.append(self._new_node(refused[-1], tokens[at:end], ref, place, now, fits=fits))
         for node in reversed(refused):
             if node.segment is not None:
                 self._watcher.refused(node.segment, now)

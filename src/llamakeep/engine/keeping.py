@@ -15,6 +15,7 @@ from llamakeep.engine.slotfile import SlotContent
 from llamakeep.explain import kept_elsewhere
 from llamakeep.fingerprint import Difference
 from llamakeep.outline import Outline
+from llamakeep.policy import name_of
 from llamakeep.runtime.base import Runtime
 from llamakeep.sequence import KeptSequence
 from llamakeep.states import Reuse
@@ -354,7 +355,7 @@ class TreeKeeping:
             "capacity_bytes": store.capacity_bytes,
             "blobs": len(store.memory),
             "nodes": len(tree),
-            "policy": tree.policy.name,
+            "policy": name_of(tree.policy),
             "failures": dict(self.failures),
             **asdict(tree.counters),
             "below": store.stats(),

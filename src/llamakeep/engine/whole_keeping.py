@@ -17,6 +17,7 @@ from llamakeep.engine.slotfile import SlotContent
 from llamakeep.entries import Entry, Loading, Saving
 from llamakeep.fingerprint import Difference
 from llamakeep.outline import MOST_SPANS, Outline, Seen
+from llamakeep.policy import name_of
 from llamakeep.prompt_cache import PromptCache
 from llamakeep.runtime.base import Runtime
 from llamakeep.slots import Slots
@@ -179,7 +180,7 @@ class PromptKeeping:
             "used_bytes": cache.used_bytes,
             "capacity_bytes": cache.limit_bytes,
             "prompts": len(cache),
-            "policy": cache.policy.name,
+            "policy": name_of(cache.policy),
             "failures": dict(self.failures),
             **cache.counters,
             "below": {},

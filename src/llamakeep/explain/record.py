@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import os
 import threading
 import zlib
@@ -161,9 +162,12 @@ def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidValue(f"timestamp must be a number of seconds, not {value!r:.60}")
     try:
-        return float(value)
+        seconds = float(value)
     except OverflowError:
-        raise InvalidValue(f"timestamp {value!r:.60} is no time") from None
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise InvalidValue(f"timestamp {value!r:.60} is no time")
+    return seconds
 
 
 def _text(name: str, value: object) -> str:

@@ -10,6 +10,7 @@ from llamakeep.policy.base import (
     Watched,
     Watching,
     looks_around,
+    name_of,
     rerank_seconds,
     watcher_of,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "Watching",
     "get_policy",
     "looks_around",
+    "name_of",
     "parse_policy",
     "policy_below",
     "policy_names",

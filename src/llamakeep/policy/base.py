@@ -68,8 +68,8 @@ class Neighbored(Kept, Protocol):
 class Policy(Protocol):
     """Ranks kept things for eviction.
 
-    `rank` is all that a policy must have. It may have two attributes more, for queues that keep an
-    order and do not look at everything each time:
+    `rank` is all that a policy must have. It may have a `name`, or goes by that of its class, and
+    two attributes more, for queues that keep an order and do not look at everything each time:
 
     - `rerank_seconds`: Ranks fall with time, without anything happening, and may be looked up so
       many seconds ahead. Without it they must not fall with time.
@@ -87,6 +87,11 @@ class Policy(Protocol):
 def rerank_seconds(policy: Policy) -> float:
     """Return how far ahead a policy's ranks may be looked up; `inf` when time does not matter."""
     return float(getattr(policy, "rerank_seconds", math.inf))
+
+
+def name_of(policy: Policy) -> str:
+    """Return what a policy is called: its `name`, or that of its class."""
+    return str(getattr(policy, "name", type(policy).__name__))
 
 
 def looks_around(policy: Policy) -> bool:
@@ -122,25 +127,35 @@ class Watching(Policy, Protocol):
     selective: bool
     """Whether a new thing that ranks below all that could go for it is not kept."""
 
-    def begin(self, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]) -> None:
+    def begin_watching(
+        self,
+        look_again: Callable[[Any], None],
+        capacity_bytes: Callable[[], int],
+        *,
+        may_refuse: bool,
+    ) -> None:
         """Begin to watch.
 
         Args:
             look_again: To be told of each kept thing whose rank has fallen.
             capacity_bytes: Says what can be kept at present.
+            may_refuse: Whether what is new may be refused at all.
 
         Raises:
             InvalidValue: When it watches already.
         """
         ...  # pragma: no cover - protocol
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Hear of a new thing: it is kept from now on, or `refused`.
 
         Args:
             kept: The thing.
             now: The time.
             after: The kept thing that it goes on from; None where a prompt begins.
+            fits: Whether all that comes with it can be kept; otherwise nothing goes for it.
         """
         ...  # pragma: no cover - protocol
 
@@ -166,7 +181,9 @@ class NotWatching:
 
     selective = False
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Do nothing."""
 
     def used(self, kept: Watched, now: float) -> None:
@@ -186,15 +203,24 @@ NOT_WATCHING: Final = NotWatching()
 
 
 def watcher_of(
-    policy: Policy, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]
+    policy: Policy,
+    look_again: Callable[[Any], None],
+    capacity_bytes: Callable[[], int],
+    *,
+    may_refuse: bool,
 ) -> Watching | NotWatching:
     """Let a policy begin to watch, and return who is to be told; of others, one who does not care.
 
     Raises:
         InvalidValue: When the policy watches another cache.
     """
-    if not callable(getattr(policy, "begin", None)):
+    if not watches(policy):
         return NOT_WATCHING
     watching: Watching = policy  # type: ignore[assignment]
-    watching.begin(look_again, capacity_bytes)
+    watching.begin_watching(look_again, capacity_bytes, may_refuse=may_refuse)
     return watching
+
+
+def watches(policy: Policy | str) -> bool:
+    """Return whether an object is a policy that watches."""
+    return callable(getattr(policy, "begin_watching", None))

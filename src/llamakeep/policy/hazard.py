@@ -7,10 +7,12 @@ learned as well. What is worth least goes first: expected uses for each second o
 tokens that a use saves, for each byte. What is new and worth less than what would go first for it
 is not kept.
 
-Nothing is known at first, and what the past says may be wrong. So two shadows (`shadow.py`) of the
-cache keep count, on a sample, of what this order and the least recently used one would have reused;
-the one that reused more of late rules. At first that is the latter. Shadows know nothing of what
-hangs off what; that is the same for both.
+Nothing is known at first, and what the past says may be wrong. So a guard (`guard.py`) keeps count,
+on a sample, of what this order and the least recently used one would have reused; the one that
+reused more of late rules. At first that is the latter.
+
+What else could be known of a state was tried and left out: its depth, what follows it, whether it
+ends a turn and how long its prompts are tell less than chance does (docs/eviction-evidence.md).
 
 States that were used together have waited together: they stand in one *run*, which moves from
 bucket to bucket as time passes. So an event costs O(log n), and what is learned costs a pass over
@@ -22,12 +24,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from llamakeep.errors import InvalidValue
 from llamakeep.policy.base import Watched
-from llamakeep.policy.shadow import Shadow, Shadowed
-from llamakeep.policy.survival import EDGES, N_BUCKETS, Learned, Survival, Wait, bucket_of
+from llamakeep.policy.guard import Guard
+from llamakeep.policy.shadow import Shadowed
+from llamakeep.policy.survival import EDGES, N_BUCKETS, Learned, Wait, bucket_of, learn
 from llamakeep.policy.watching import WatchingPolicy
 
 if TYPE_CHECKING:
@@ -41,22 +46,16 @@ _N_TURNS: Final = 5
 _GROUPS: Final = tuple(klass // _N_TURNS for klass in range(4 * _N_TURNS))
 _LEARN_AFTER: Final = 512
 """Uses after which is learned anew, at least; with many states as many as there are."""
-_WAITS: Final = 4096
-"""Waits that are learned from: the last ones."""
+_CASES: Final = 4096
+"""Runs that are learned from: those that began last."""
 _GHOSTS: Final = 16384
-"""States that went and are remembered, at least; with many states 8 times as many as there are."""
+"""States that went and are remembered, at least; with many states twice as many as there are."""
 
 _SEQUENCE_BITS: Final = 40
 _FEW: Final = 8
 
-_SAMPLE: Final = 512
-"""Most states of which the shadows keep count."""
-_FADING: Final = 1 / 8192
-"""How fast the shadows' counts are forgotten, for each use in the sample."""
-_LEAD: Final = 1.002
-"""What was learned begins to rule when it saved so many times what `lru` did."""
-_REGRET: Final = 0.99
-"""It rules no longer when it saved less than this share of what `lru` did."""
+REGRET: Final = 0.005
+"""What it may save less than `lru` of late, as a share of all tokens, before that rules."""
 
 
 class _Run:
@@ -72,9 +71,21 @@ class _Run:
         n: How many they are, those that went but are remembered included.
         size: How many they were at first.
         notes: They, and some that have left.
+        over: The waits of those that have left.
     """
 
-    __slots__ = ("bucket", "gap_s", "klass", "last", "n", "notes", "number", "scale", "size")
+    __slots__ = (
+        "bucket",
+        "gap_s",
+        "klass",
+        "last",
+        "n",
+        "notes",
+        "number",
+        "over",
+        "scale",
+        "size",
+    )
 
     def __init__(self, klass: int, gap_s: float, last: float, number: int) -> None:
         self.klass = klass
@@ -84,6 +95,11 @@ class _Run:
         self.number = number
         self.bucket = self.n = self.size = 0
         self.notes: list[_Note] = []
+        self.over: list[Wait] = []
+
+    def waits(self, now: float) -> list[Wait]:
+        """Return what all of them waited until now."""
+        return [*self.over, self.wait(self.n, now, used=False)] if self.n else self.over
 
     def wait(self, n: int, now: float, *, used: bool) -> Wait:
         """Return what `n` of them waited until now. They are one case: all count as one."""
@@ -128,15 +144,21 @@ class _Note:
         self.kept: Watched | None = kept
         self.name = kept.name
         self.draw = int.from_bytes(kept.name[:4], "little")
-        self.n_bytes = kept.n_bytes
-        self.n_tokens = kept.n_tokens
         self.is_checkpoint = kept.is_checkpoint
+        self.n_bytes = self.n_tokens = 0
+        self.measure(kept)
         self.run: _Run | None = None
         self.after: _Note | None = after
         self.turns = 1
         self.gap_s = -1.0
         self.depth: int = 0 if after is None else after.depth + 1
         self.shared = self.followed = False
+
+    def measure(self, kept: Watched) -> None:
+        """Take a state's size, and what losing it costs."""
+        self.n_bytes = kept.n_bytes
+        # What a segment's span costs is all that it can cost; a checkpoint's is its position.
+        self.n_tokens = kept.marginal_tokens if self.is_checkpoint else kept.n_tokens
 
     @property
     def klass(self) -> int:
@@ -148,27 +170,34 @@ class _Note:
 class Hazard(WatchingPolicy):
     """Evict what is worth least, by what this cache has learned of its own past.
 
-    Begins as `lru`, and is that wherever a sample says that `lru` reuses more. Keeps a note for
-    each state, of some 300 bytes, and for twice as many that went.
+    Begins as `lru`, and is that wherever a sample says that `lru` reuses more. Keeps a note of some
+    450 bytes for each state, for up to twice as many that went, or 16,384 of them; they are in no
+    budget. A use costs O(log n), amortised: now and then all are looked at, which takes some 10
+    microseconds for each state.
 
     Args:
         guard: 1 for the shadows, 0 to do without: to measure what was learned by itself.
+        regret: What share of all tokens it may have saved less than `lru` of late, by the sample,
+            before that rules.
 
     Attributes:
         rules: Whether what was learned decides at present.
 
     Raises:
-        InvalidValue: For another guard.
+        InvalidValue: For another guard, and for what is no share.
     """
 
     name = "hazard"
     looks_around = True
 
-    def __init__(self, guard: float = 1) -> None:
+    def __init__(self, guard: float = 1, regret: float = REGRET) -> None:
         super().__init__()
         if guard not in (0, 1):
             raise InvalidValue(f"guard must be 0 or 1, not {guard!r}")
+        if not 0 <= regret <= 1:
+            raise InvalidValue(f"regret must be a share from 0 to 1, not {regret!r}")
         self._guarded = bool(guard)
+        self._regret = float(regret)
         self.rules = False
         self._numbers = itertools.count(1)
         self._now = -math.inf
@@ -178,20 +207,38 @@ class Hazard(WatchingPolicy):
         self._given_up: dict[int, tuple[_Run, int]] = {}  # whose states were forgotten since
         self._due: list[tuple[float, int, _Run]] = []  # when runs come into another bucket
         self._ghosts: dict[bytes, _Note] = {}
-        self._survival = Survival(_GROUPS, _WAITS)
+        self._cases: deque[_Run] = deque(maxlen=_CASES)
         self._taught: Learned | None = None
         self._n_kept = self._events = 0
-        self._mask = 0
-        self._learned = Shadow(self._shadow_worth, selective=True)
-        self._recent = Shadow(self._shadow_recency, selective=False)
-        self._saved_learned = self._saved_recent = 0.0
+        self._guard: Guard | None = None  # once it is known what it watches
 
     def __repr__(self) -> str:
-        return f"Hazard(guard={int(self._guarded)})"
+        return f"Hazard(guard={int(self._guarded)}, regret={self._regret:g})"
 
     def fresh(self) -> Self:
         """Return a new one with the same options."""
-        return type(self)(int(self._guarded))
+        return type(self)(int(self._guarded), self._regret)
+
+    def begin_watching(
+        self,
+        look_again: Callable[[Any], None],
+        capacity_bytes: Callable[[], int],
+        *,
+        may_refuse: bool,
+    ) -> None:
+        """Begin to watch a cache.
+
+        Raises:
+            InvalidValue: When it watches one already.
+        """
+        super().begin_watching(look_again, capacity_bytes, may_refuse=may_refuse)
+        if self._guarded:
+            self._guard = Guard(
+                self._shadow_worth,
+                self._shadow_recency,
+                selective=may_refuse,
+                regret=self._regret,
+            )
 
     @property
     def selective(self) -> bool:  # type: ignore[override]
@@ -214,14 +261,16 @@ class Hazard(WatchingPolicy):
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Remember a new state, or know it again."""
         self._go_to(now)
         before: _Note | None = None if after is None else after.memo
         note = self._ghosts.pop(kept.name, None)
         if note is not None:
-            note.kept, note.n_bytes, note.n_tokens = kept, kept.n_bytes, kept.n_tokens
-            note.after = before
+            note.kept, note.after = kept, before
+            note.measure(kept)
             waits = self._again(note)
         else:
             waits = True
@@ -237,7 +286,7 @@ class Hazard(WatchingPolicy):
         kept.memo = note
         self._n_kept += 1
         if waits:
-            self._wait(note)
+            self._wait(note, fits=fits)
 
     def used(self, kept: Watched, now: float) -> None:
         """Count how long a state waited."""
@@ -245,7 +294,7 @@ class Hazard(WatchingPolicy):
         note: _Note | None = kept.memo
         if note is None or not self._again(note):
             return
-        self._wait(note)
+        self._wait(note, there=True)
         if self.rules:
             self._look_again(kept)  # what comes after a use may be worth less than what came before
 
@@ -254,25 +303,22 @@ class Hazard(WatchingPolicy):
         super().replaces(kept, old)
         note: _Note | None = kept.memo
         if note is not None:
-            ghost = self._ghosts.pop(kept.name, None)  # it was as long before
-            if ghost is not None:
-                self._forget(ghost)
+            ghost = self._ghosts.pop(kept.name, None)  # it was as long before, and comes back
+            if ghost is not None and not self._again(ghost):
+                self._part(ghost)
             note.kept, note.name = kept, kept.name
-            note.n_bytes, note.n_tokens = kept.n_bytes, kept.n_tokens
+            note.measure(kept)
 
     def leaves(self, kept: Watched, now: float, *, evicted: bool) -> None:
-        """Remember a state that went, for a while; one that is lost is forgotten."""
+        """Remember a state that went, for a while. One that is lost may come back as well."""
         note: _Note | None = kept.memo
         super().leaves(kept, now, evicted=evicted)
         if note is None:
             return
         note.kept = None
         self._n_kept -= 1
-        if not evicted:
-            self._forget(note)
-            return
         self._ghosts[note.name] = note
-        while len(self._ghosts) > max(_GHOSTS, 8 * self._n_kept):
+        while len(self._ghosts) > max(_GHOSTS, 2 * self._n_kept):
             self._forget(self._ghosts.pop(next(iter(self._ghosts))))
 
     def refused(self, kept: Watched, now: float) -> None:
@@ -315,10 +361,11 @@ class Hazard(WatchingPolicy):
             run.n -= 1
             if not run.n:
                 self._runs.pop(run.number, None)
+                run.notes.clear()
             if len(run.notes) > 2 * run.n + _FEW:
                 run.notes = [each for each in run.notes if each.run is run]
 
-    def _wait(self, note: _Note) -> None:
+    def _wait(self, note: _Note, *, fits: bool = True, there: bool = False) -> None:
         """Let a state wait, from now on, with others of its class that do."""
         key = note.klass, note.gap_s
         run = self._runs_now.get(key)
@@ -326,6 +373,7 @@ class Hazard(WatchingPolicy):
             run = _Run(*key, self._now, next(self._numbers))
             run.scale = 1.0 if self._taught is None else self._taught.scale(run.gap_s)
             self._runs_now[key] = run
+            self._cases.append(run)
             self._expect(run)
         self._runs[run.number] = run
         run.n += 1
@@ -333,8 +381,9 @@ class Hazard(WatchingPolicy):
         run.notes.append(note)
         note.run = run
         self._events += 1
-        if self._guarded:
-            self._compare(note)
+        if self._guard is not None:
+            was_there = there if self.rules else None
+            self._guard.serve(note, note.n_tokens, fits=fits, there=was_there)
 
     def _expect(self, run: _Run) -> None:
         if run.bucket + 1 < N_BUCKETS:
@@ -346,8 +395,7 @@ class Hazard(WatchingPolicy):
         if now <= self._now:  # or a clock was put back
             return
         self._close()
-        if self._guarded:
-            self._judge()
+        self._judge()
         if self._events >= max(_LEARN_AFTER, self._n_kept, len(self._runs)):
             self._learn()
         self._now = now
@@ -364,7 +412,7 @@ class Hazard(WatchingPolicy):
     def _close(self) -> None:
         """The states that are used at the present time are all known: remember their waits."""
         for run, n in self._ended.values():
-            self._survival.add(run.wait(n, self._now, used=True))
+            run.over.append(run.wait(n, self._now, used=True))
         self._ended.clear()
         self._runs_now.clear()
 
@@ -373,8 +421,8 @@ class Hazard(WatchingPolicy):
         for note in run.notes:
             if self.rules and note.kept is not None:
                 self._look_again(note.kept)
-            if self._guarded and not note.draw & self._mask:
-                self._learned.look_again(note)
+            if self._guard is not None:
+                self._guard.look_again(note)
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -382,20 +430,20 @@ class Hazard(WatchingPolicy):
         """Work out anew what states are worth."""
         self._events = 0
         for run, n in self._given_up.values():
-            self._survival.add(run.wait(n, self._now, used=False))
+            run.over.append(run.wait(n, self._now, used=False))
         self._given_up.clear()
+        waits = [wait for run in self._cases for wait in run.waits(self._now)]
+        self._taught = learn(_GROUPS, waits)
         runs = self._runs.values()
-        self._taught = self._survival.learn(
-            [run.wait(run.n, self._now, used=False) for run in runs]
-        )
         self._due.clear()
         for run in runs:
             run.scale = self._taught.scale(run.gap_s)
             run.bucket = bucket_of((self._now - run.last) / run.scale)
             self._expect(run)
-        self._learned.look_at_all_again()
-        if not self._guarded:
+        if self._guard is None:
             self.rules = True
+        else:
+            self._guard.learned.look_at_all_again()
         if self.rules:
             self._look_at_all()
 
@@ -411,34 +459,18 @@ class Hazard(WatchingPolicy):
         note: _Note = thing  # type: ignore[assignment]
         if note.run is None or self._taught is None:
             return self._shadow_recency(thing)
-        return self._worth(note.run) * note.n_tokens / max(1, note.n_bytes), -note.depth
+        return self._worth(note.run) * note.n_tokens / note.n_bytes, -note.depth
 
-    def _shadow_recency(self, thing: Shadowed) -> Rank:
+    @staticmethod
+    def _shadow_recency(thing: Shadowed) -> Rank:
         note: _Note = thing  # type: ignore[assignment]
         return (note.run.last if note.run is not None else 0.0), -note.depth
 
-    def _compare(self, note: _Note) -> None:
-        """Let both shadows serve a state, and see which reused more of late."""
-        if note.draw & self._mask or note.n_bytes <= 0:
-            return
-        self._saved_learned *= 1 - _FADING
-        self._saved_recent *= 1 - _FADING
-        if self._learned.access(note):
-            self._saved_learned += note.n_tokens
-        if self._recent.access(note):
-            self._saved_recent += note.n_tokens
-
     def _judge(self) -> None:
-        """Let the order rule that saved more of late; keep the sample as large as it should be."""
-        while self._n_kept > _SAMPLE * (self._mask + 1):
-            self._mask = 2 * self._mask + 1
-            self._learned.thin_out(self._mask)
-            self._recent.thin_out(self._mask)
-        for shadow in (self._learned, self._recent):
-            shadow.capacity_bytes = self._capacity_bytes() // (self._mask + 1)
-        if self._taught is None:
+        """Let the order rule that saved more of late."""
+        if self._guard is None:
             return
-        least = (_REGRET if self.rules else _LEAD) * self._saved_recent
-        if (self._saved_learned > least) != self.rules:
+        self._guard.fit(self._n_kept, self._capacity_bytes())
+        if self._taught is not None and self._guard.approves(rules=self.rules) != self.rules:
             self.rules = not self.rules
             self._look_at_all()

@@ -81,9 +81,18 @@ class EvictionQueue(Generic[T]):
         return (kept for _, number, kept in self._heap if kept.queued == number)
 
     def push(self, kept: T) -> None:
-        """Put a thing into the queue; one that stands in it already stays where it is."""
+        """Put a thing into the queue; one that stands in it already stays where it is.
+
+        Raises:
+            Exception: What the policy raises; the thing is in the queue all the same.
+        """
         if not kept.queued:
-            self._enter(kept, self._floor(kept, self._ranked_at()))
+            try:
+                floor = self._floor(kept, self._ranked_at())
+            except BaseException:
+                self._enter(kept, _LOWEST)  # it is ranked when it comes to the front
+                raise
+            self._enter(kept, floor)
 
     def look_again(self, kept: T) -> None:
         """Rank a thing anew, before anything goes, if it stands in the queue.

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any, Final, cast
 
 from llamakeep.errors import InvalidValue
-from llamakeep.policy.base import Policy, PolicyKind
+from llamakeep.policy.base import Policy, PolicyKind, name_of, watches
 from llamakeep.policy.hazard import Hazard
 from llamakeep.policy.ranks import (
     LeastRecentlyUsed,
@@ -57,7 +57,7 @@ def get_policy(policy: str | Policy, kind: PolicyKind = "tree") -> Policy:
     each cache needs its own.
 
     Args:
-        policy: A name, for a policy with its default half-life, or an object.
+        policy: A name, with options as `parse_policy` reads them, or an object.
         kind: What is kept: `prompts`, `checkpoints` (of one prompt), `tree` (states in a prefix
             tree) or `disk` (files of such states).
 
@@ -65,12 +65,14 @@ def get_policy(policy: str | Policy, kind: PolicyKind = "tree") -> Policy:
         InvalidValue: For an unknown kind, and for a name, or an object of ours, that is none for
             what is kept; the message lists those that are.
     """
+    if isinstance(policy, str) and ":" in policy:
+        return parse_policy(policy, kind)
     allowed = _allowed(kind)
     known = ", ".join(sorted(allowed))
     if isinstance(policy, str):
         name, is_ours = policy, policy in _OURS
     elif callable(getattr(policy, "rank", None)):
-        name, is_ours = getattr(policy, "name", ""), type(policy) in _OURS.values()
+        name, is_ours = name_of(policy), type(policy) in _OURS.values()
     else:
         raise InvalidValue(f"policy must be {known} or have a rank method, not {policy!r}")
     if is_ours and name not in allowed:
@@ -88,9 +90,9 @@ def policy_below(policy: str | Policy) -> str | Policy:
     The same, but for policies that watch what is used: of a directory that is not known, because
     other processes use it as well. There it is `lru`, by which such policies are measured.
     """
-    name = policy if isinstance(policy, str) else getattr(policy, "name", "")
-    watches = name in _TREE.keys() - _DISK.keys() or hasattr(policy, "begin")
-    return LeastRecentlyUsed.name if watches else policy
+    name = policy.partition(":")[0] if isinstance(policy, str) else name_of(policy)
+    of_memory = name in _TREE.keys() - _DISK.keys() or watches(policy)
+    return LeastRecentlyUsed.name if of_memory else policy
 
 
 def parse_policy(text: str, kind: PolicyKind = "tree") -> Policy:

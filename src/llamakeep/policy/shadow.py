@@ -63,10 +63,12 @@ class Shadow:
     Attributes:
         capacity_bytes: What it may keep.
         used_bytes: What it keeps.
+        saved_tokens: What it saved of late.
     """
 
     def __init__(self, rank: Callable[[Shadowed], Rank], *, selective: bool) -> None:
         self.capacity_bytes = self.used_bytes = 0
+        self.saved_tokens = 0.0
         self._rank = rank
         self._selective = selective
         self._items: dict[int, _Item] = {}  # by draw
@@ -78,8 +80,8 @@ class Shadow:
     def _is_kept(self, item: _Item) -> bool:
         return self._items.get(item.of.draw) is item
 
-    def access(self, thing: Shadowed) -> bool:
-        """Return whether a thing is there, and keep it. Costs O(log n), amortised.
+    def access(self, thing: Shadowed, *, fits: bool = True) -> bool:
+        """Return whether a thing is there, and keep it if all fits. Costs O(log n), amortised.
 
         For what has grown there is made room when the next comes that is not there.
         """
@@ -89,7 +91,7 @@ class Shadow:
             item.of, item.n_bytes = thing, thing.n_bytes
             self._queue.look_again(item)  # a use may let it fall
             return True
-        if thing.n_bytes > self.capacity_bytes:
+        if not fits or thing.n_bytes > self.capacity_bytes:
             return False  # nothing goes for what cannot be kept
         limit = self._rank(thing) if self._selective else None
         while self.used_bytes + thing.n_bytes > self.capacity_bytes:

@@ -3,27 +3,26 @@
 Things are of classes, and each waits from its last use on. How long a thing waited the time before,
 its gap, may say how long it will: how much, is learned (`gap_power`), and time is measured against
 the gap that far. It is cut into buckets: half octaves from an eighth of a second. Of each class it
-is counted how many began to wait in a bucket, and how many of these were used in it. What waits
-still counts among those that began: so what has just come does not look as if it never were used
-(the estimate of Kaplan and Meier).
+is counted how many came to a bucket, and how many of these were used in it. What waits still, or is
+not known any further, counts until then: so what has just come does not look as if it never were
+used (a life table).
 
 What a class says of little evidence is drawn to what the classes together say.
 
-What it is worth to keep a thing is how many uses it gets for the time that it takes up room, if one
-keeps it as long as is best from now on. That is a ratio, the steepest slope from the present place
-on the curve of uses over time, to any later place on it (the index of Gittins). Where the chance of
-a use only falls, that is the chance now; where it rises first, the peak counts as soon as it is
-worth waiting for.
+What it is worth to keep a thing until its next use is the chance of that for the time that it takes
+up room, if one keeps it as long as is best from now on. That is the steepest slope from the present
+place on the curve of uses over time, to any later place on it (the index of Gittins). Where the
+chance of a use only falls, that is the chance now; where it rises first, the peak counts as soon as
+it is worth waiting for.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 FIRST_S: Final = 0.125
@@ -97,51 +96,47 @@ def bucket_of(seconds: float) -> int:
     return max(0, bisect_right(EDGES, seconds) - 1)
 
 
-class Survival:
-    """The last waits of some classes of things, and what they teach.
+def learn(groups: Sequence[int], waits: Sequence[Wait]) -> Learned:
+    """Return what waits teach.
+
+    All of them should have begun in one stretch of time up to now, those that go on included:
+    otherwise what waits long would count too much.
 
     Args:
         groups: For each class the group that it belongs to, counted from 0: its own waits are drawn
             to those of its group, these to all.
-        n_waits: How many are remembered.
+        waits: Those that are over, and those that go on.
+
+    Returns:
+        Worths at the begin of each bucket. Costs a microsecond for each wait, and a few
+        milliseconds.
     """
+    power = gap_power(waits)
+    used = [[0.0] * N_BUCKETS for _ in groups]
+    left = [[0.0] * N_BUCKETS for _ in groups]
+    for wait in waits:
+        counts = used if wait.used else left
+        bucket = bucket_of(wait.seconds / scale_of(wait.gap_s, power))
+        counts[wait.klass][bucket] += wait.weight
+    chances = _chances(groups, used, left)
+    return Learned(power, [hit_density(each, _WIDTHS) for each in chances])
 
-    def __init__(self, groups: Sequence[int], n_waits: int) -> None:
-        self._groups = groups
-        self._waits: deque[Wait] = deque(maxlen=n_waits)
 
-    def add(self, wait: Wait) -> None:
-        """Remember a wait that is over."""
-        self._waits.append(wait)
-
-    def learn(self, waiting: Sequence[Wait]) -> Learned:
-        """Return what the waits teach, with those that go on.
-
-        Costs a microsecond for each wait, and a few milliseconds.
-        """
-        power = gap_power(self._waits)
-        used = [[0.0] * N_BUCKETS for _ in self._groups]
-        left = [[0.0] * N_BUCKETS for _ in self._groups]
-        for wait in chain(self._waits, waiting):
-            counts = used if wait.used else left
-            bucket = bucket_of(wait.seconds / scale_of(wait.gap_s, power))
-            counts[wait.klass][bucket] += wait.weight
-        chances = self._chances(used, left)
-        return Learned(power, [hit_density(each, _WIDTHS) for each in chances])
-
-    def _chances(self, used: list[list[float]], left: list[list[float]]) -> list[list[float]]:
-        """Return the chance of a use in a bucket, of what is not used before it."""
-        began = [_began(*each) for each in zip(used, left, strict=True)]
-        at_all = [n_used / (n + 1) for n_used, n in zip(_sums(used), _sums(began), strict=True)]
-        of_group = []
-        for group in range(max(self._groups) + 1):
-            own = [klass for klass, each in enumerate(self._groups) if each == group]
-            members = (_sums([counts[klass] for klass in own]) for counts in (used, began))
-            of_group.append(_drawn_to(at_all, *members))
-        return [
-            _drawn_to(of_group[group], used[klass], began[klass])
-            for klass, group in enumerate(self._groups)
-        ]
+def _chances(
+    groups: Sequence[int], used: list[list[float]], left: list[list[float]]
+) -> list[list[float]]:
+    """Return the chance of a use in a bucket, of what is not used before it."""
+    at_risk = [_at_risk(*each) for each in zip(used, left, strict=True)]
+    at_all = [n_used / (n + 1) for n_used, n in zip(_sums(used), _sums(at_risk), strict=True)]
+    of_group = []
+    for group in range(max(groups) + 1):
+        own = [klass for klass, each in enumerate(groups) if each == group]
+        members = (_sums([counts[klass] for klass in own]) for counts in (used, at_risk))
+        of_group.append(_drawn_to(at_all, *members))
+    return [
+        _drawn_to(of_group[group], used[klass], at_risk[klass])
+        for klass, group in enumerate(groups)
+    ]
 
 
 def gap_power(waits: Iterable[Wait]) -> float:
@@ -170,17 +165,20 @@ def _sums(counts: list[list[float]]) -> list[float]:
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
-def _began(used: list[float], left: list[float]) -> list[float]:
-    """Return how many began to wait in each bucket: those that ended there, or later."""
-    began, n = [], 0.0
-    for at in reversed(range(N_BUCKETS)):
-        n += used[at] + left[at]
-        began.append(n)
-    return began[::-1]
+def _at_risk(used: list[float], left: list[float]) -> list[float]:
+    """Return how many could be used in each bucket: those that came there.
+
+    What is not known any further counts half there.
+    """
+    at_risk, later = [], 0.0
+    for n_used, n_left in zip(reversed(used), reversed(left), strict=True):
+        at_risk.append(later + n_used + n_left / 2)
+        later += n_used + n_left
+    return at_risk[::-1]
 
 
-def _drawn_to(prior: list[float], used: list[float], began: list[float]) -> list[float]:
-    return [(u + _PRIOR * p) / (n + _PRIOR) for p, u, n in zip(prior, used, began, strict=True)]
+def _drawn_to(prior: list[float], used: list[float], at_risk: list[float]) -> list[float]:
+    return [(u + _PRIOR * p) / (n + _PRIOR) for p, u, n in zip(prior, used, at_risk, strict=True)]
 
 
 def hit_density(chances: Sequence[float], widths: Sequence[float]) -> list[float]:

@@ -40,7 +40,13 @@ class WatchingPolicy:
         """Return a new one with the same options."""
         return type(self)()
 
-    def begin(self, look_again: Callable[[Any], None], capacity_bytes: Callable[[], int]) -> None:
+    def begin_watching(
+        self,
+        look_again: Callable[[Any], None],
+        capacity_bytes: Callable[[], int],
+        *,
+        may_refuse: bool,
+    ) -> None:
         """Begin to watch a cache.
 
         Raises:
@@ -50,7 +56,9 @@ class WatchingPolicy:
             raise InvalidValue(f"{self!r} watches a cache already; each needs its own")
         self._look_again, self._capacity_bytes = look_again, capacity_bytes
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Hear of a new thing."""
 
     def used(self, kept: Watched, now: float) -> None:
@@ -117,15 +125,19 @@ class SegmentedLRU(WatchingPolicy):
 
     def rank(self, kept: Watched, now: float) -> tuple[float, int]:
         """Rank by whether it is protected, then by the last use."""
-        place: _Place = kept.memo
-        return float(place.protected), place.order
+        place: _Place | None = kept.memo
+        return (float(place.protected), place.order) if place is not None else (0.0, 0)
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Let a new thing wait for its first use."""
         kept.memo = _Place(next(self._orders), kept.n_bytes)
 
     def used(self, kept: Watched, now: float) -> None:
         """Protect a thing, and give up the protection of others where that is too much."""
+        if kept.memo is None:  # an interrupt came before it was known
+            self.enters(kept, now, None)
         place: _Place = kept.memo
         self._unprotect(place)
         place.order, place.protected = next(self._orders), True
@@ -134,6 +146,9 @@ class SegmentedLRU(WatchingPolicy):
         limit = self._share * self._capacity_bytes()
         while self._protected_bytes > limit and len(self._protected) > 1:
             last = next(iter(self._protected.values()))
+            if last.memo is None:
+                del self._protected[next(iter(self._protected))]
+                continue
             self._unprotect(last.memo)
             last.memo.order = next(self._orders)
             self._look_again(last)
@@ -141,7 +156,9 @@ class SegmentedLRU(WatchingPolicy):
     def replaces(self, kept: Watched, old: Watched) -> None:
         """Put a thing in the place of one that it contains."""
         super().replaces(kept, old)
-        place: _Place = kept.memo
+        place: _Place | None = kept.memo
+        if place is None:
+            return
         more = kept.n_bytes - place.n_bytes
         place.n_bytes += more
         if place.protected:
@@ -157,7 +174,7 @@ class SegmentedLRU(WatchingPolicy):
 
     def _unprotect(self, place: _Place) -> None:
         if place.protected:
-            del self._protected[place.order]
+            self._protected.pop(place.order, None)
             self._protected_bytes -= place.n_bytes
             place.protected = False
 
@@ -183,9 +200,11 @@ class GreedyDualSizeFrequency(WatchingPolicy):
 
     def rank(self, kept: Watched, now: float) -> tuple[float, int]:
         """Rank by what was worked out at the last use."""
-        return kept.memo, kept.sequence
+        return kept.memo or 0.0, kept.sequence
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Work out the rank of a new thing."""
         self.used(kept, now)
 
@@ -235,9 +254,11 @@ class Random(WatchingPolicy):
 
     def rank(self, kept: Watched, now: float) -> tuple[float, int]:
         """Rank by the time that was drawn."""
-        return kept.memo, kept.sequence
+        return kept.memo or 0.0, kept.sequence
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Draw when a new thing goes."""
         kept.memo = self._time + self._draws.expovariate(1.0)
 
