@@ -1,7 +1,7 @@
 """Make the tables and the plot of the tree's policies in docs/eviction.md.
 
-`.venv/bin/python -m docs.make_policy_tables` makes all of them, in some 15 minutes on two cores, and
-writes them into the page; names of tables, or `plot`, make these alone. They need the traces: a
+`.venv/bin/python -m docs.make_policy_tables` makes all of them and writes them into the page, in
+some 15 minutes on two cores; names of tables, or `plot`, make these alone. They need the traces: a
 directory `shared/traces` beside the project or above it.
 """
 
