@@ -1,4 +1,4 @@
-"""What the learned policy gains where there is something to learn, and loses where that misleads."""
+"""What the learned policy gains where there is something to learn, and loses where it misleads."""
 
 from __future__ import annotations
 
