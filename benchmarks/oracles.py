@@ -110,7 +110,9 @@ class Knowing(WatchingPolicy):
         """Return a new one with the same options."""
         return type(self)(self._future, selective=self.selective)
 
-    def enters(self, kept: Watched, now: float, after: Watched | None) -> None:
+    def enters(
+        self, kept: Watched, now: float, after: Watched | None, *, fits: bool = True
+    ) -> None:
         """Hear of a new state, and know which block it is of.
 
         Raises:

@@ -33,6 +33,8 @@ def test_published_figures(name: str) -> None:
             assert 100 * learned >= 100 * max(found.saved_share, prompt) - 0.5
             if best.saved_share - found.saved_share > 0.05:
                 gap = best.saved_share - found.saved_share
+                # What it closes on these two, 23 to 60 %, less what a change of constants may cost:
+                # that a third of all gaps is closed is not so (docs/eviction-evidence.md).
                 assert learned - found.saved_share > gap / 5
             assert found.saved_share <= best.saved_share
             variant = searched_first(trace, capacity_bytes)

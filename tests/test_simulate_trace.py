@@ -159,6 +159,12 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "block 2 follows 1 in request 1 and none in request 2",
     ),
     "not full before the last": ([line([1, 2], [3, 4])], "request 1 has a block before its last"),
+    "a time that is none": ([line([1], [4]), {**line([1], [4]), "timestamp": 1e999}], "is no time"),
+    "another one": ([{**line([1], [4]), "timestamp": float("nan")}], "line 1: timestamp nan is no"),
+    "blocks without end": (
+        [{**line([1], [4]), "block_size": 2_000_000_000}],
+        "has blocks of 2000000000 tokens; 1,048,576 are the most",
+    ),
     "nothing": ([], "has no requests with tokens"),
     "no tokens": ([line([], [])], "has no requests with tokens"),
 }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamakeep.errors import StateError
-from llamakeep.policy import parse_policy
+from llamakeep.policy import get_policy, name_of, parse_policy, policy_below
 from llamakeep.states import Checkpoint, Segment
 from llamakeep.stores.memory import MemoryStore
 from llamakeep.tree import PrefixTree
@@ -139,3 +139,40 @@ def test_little_room_and_prompts_that_are_larger(
     ]
     played(tree, clock, asked)
     assert tree.store.used_bytes <= capacity_bytes
+
+
+class Failing:
+    """A policy of anyone's, without a name, that fails while it is told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def rank(self, kept: Any, now: float) -> tuple[float, int]:
+        if self.fails:
+            raise RuntimeError("no idea")
+        return kept.last_used, kept.sequence
+
+
+def test_a_policy_that_fails_leaves_nothing_that_would_never_go() -> None:
+    policy = Failing()
+    tree = PrefixTree(MemoryStore(24), PLAIN, segment_tokens=4, policy=policy, clock=Time())  # type: ignore[arg-type]
+    keep(tree, random_tokens(8, 1))
+    policy.fails = True
+    for seed in (2, 3, 4):
+        with pytest.raises(RuntimeError, match="no idea"):
+            keep(tree, random_tokens(8, seed))
+    policy.fails = False
+    tree.check()
+    for seed in range(5, 12):
+        keep(tree, random_tokens(8, seed))
+        tree.check()
+    assert tree.store.used_bytes == 24
+
+
+def test_names_take_options_everywhere() -> None:
+    tree = PrefixTree(MemoryStore(24), PLAIN, policy="slru:protected=0.5")
+    assert repr(tree.policy) == "SegmentedLRU(protected=0.5)"
+    assert policy_below("slru:protected=0.5") == "lru"
+    assert policy_below("marginal:half_life=60") == "marginal:half_life=60"
+    assert repr(get_policy("marginal:half_life=60", "disk")) == "Marginal(half_life=60)"
+    assert name_of(Failing()) == "Failing"  # type: ignore[arg-type]

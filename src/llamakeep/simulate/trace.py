@@ -44,6 +44,7 @@ _LOW: Final = (1 << 31) - 1
 _BUCKET_BLOCKS: Final = 1 << 20
 """Blocks that are sorted at a time, at some 80 bytes each."""
 _CHUNK: Final = 1 << 16
+_MAX_BLOCK_TOKENS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,6 +321,11 @@ def _of_lines(path: Path, on_progress: Callable[[int], None], *, tails: bool) ->
     trace = Trace(path.name, 0, tails=tails)
     try:
         for line in read_log(path, mooncake=True):
+            if line.block_size > _MAX_BLOCK_TOKENS:
+                raise InvalidValue(
+                    f"{path}: request {line.id} has blocks of {line.block_size} tokens; "
+                    f"{_MAX_BLOCK_TOKENS:,} are the most"
+                )
             if not trace.block_tokens:
                 trace.block_tokens = line.block_size
             elif line.block_size != trace.block_tokens:
