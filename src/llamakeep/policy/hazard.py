@@ -12,11 +12,11 @@ on a sample, of what this order and the least recently used one would have reuse
 reused more of late rules. At first that is the latter.
 
 What else could be known of a state was tried and left out: its depth, what follows it, whether it
-ends a turn and how long its prompts are tell less than chance does (docs/eviction-evidence.md).
+ends a turn, how long its prompts are. What these add was chance (docs/eviction-evidence.md).
 
 States that were used together have waited together: they stand in one *run*, which moves from
-bucket to bucket as time passes. So an event costs O(log n), and what is learned costs a pass over
-the runs now and then.
+bucket to bucket as time passes. So an event costs O(log n), amortised; what is learned costs a pass
+over the runs now and then.
 """
 
 from __future__ import annotations
