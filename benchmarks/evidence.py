@@ -249,7 +249,16 @@ class Case:
 
 def measure(case: Case) -> list[Row]:
     """Return what was measured; nothing, where the capacity is not starved."""
-    logging.getLogger("llamakeep").setLevel(logging.ERROR)  # small caches refuse much, and say so
+    logger = logging.getLogger("llamakeep")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # small caches refuse much, and say so
+    try:
+        return _measure(case)
+    finally:
+        logger.setLevel(before)
+
+
+def _measure(case: Case) -> list[Row]:
     with open_trace(case.path) as trace:
         study = Study(trace, case.capacity, case.n_deals)
         return list(study.rows(case.parts)) if study.is_starved else []

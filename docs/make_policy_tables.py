@@ -105,7 +105,6 @@ def subset_of(path: Path, seed: int, to: Path) -> None:
 
 def measure(cell: Cell, rows: Sequence[str]) -> list[float]:
     """Return what each row saves of a cell, as a share of all tokens."""
-    quiet()
     path = trace_path(cell.name)
     if path is None:
         raise FileNotFoundError(f"no trace {cell.name}")
@@ -235,7 +234,7 @@ def main(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(2, initializer=quiet) as pool:
         for name in names or known:
             if name == "plot":
                 plot(pool)

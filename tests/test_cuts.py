@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamakeep.runtime.cuts import cut
@@ -32,6 +32,8 @@ def partition(text: bytes) -> list[tuple[bool, bytes]]:
 
 
 @given(bits=st.lists(st.sampled_from(BITS), max_size=40), size=st.integers(1, 12))
+@example(bits=[b" ", b"\n\n", b"<strip>"], size=1)
+@example(bits=[b"a", b"\n\n", b" ", b"<strip>"], size=1)
 def test_pieces_have_the_tokens_of_the_whole(bits: list[bytes], size: int) -> None:
     text = b"".join(bits)
     pieces = cut(text, SPECIALS, size, strips=STRIPS)

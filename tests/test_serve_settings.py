@@ -34,7 +34,7 @@ def test_the_defaults() -> None:
     assert (settings.host, settings.port) == (("127.0.0.1",), 8080)
     assert (settings.parallel, settings.flash_attn, settings.cache) == (1, "on", "tree")
     assert (settings.ctx_checkpoints, settings.checkpoint_min_step) == (32, 512)
-    assert settings.policy == "lru"
+    assert settings.policy == "hazard"
     assert settings.predict is None
     assert settings == ServerSettings(model=Path("m.gguf"))
 

@@ -54,6 +54,12 @@ def _begins(text: bytes, at: int, specials: Sequence[bytes], strips: Collection[
     if longest in strips and text[at - 1 : at].isspace():
         return False
     end = at + len(longest)
+    if longest.isspace():
+        past = end
+        while text[past : past + 1].isspace():
+            past += 1
+        if text.startswith(tuple(strips), past):
+            return False  # it is taken away itself
     return not (_lies_across(text, at, specials) or _lies_across(text, end, specials, at + 1))
 
 
