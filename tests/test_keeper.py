@@ -1132,7 +1132,7 @@ def test_a_small_capacity_is_never_passed_and_answers_stay_right(
             {"policy": "newest"},
             "unknown policy 'newest'; known: gdsf, hazard, lru, marginal, oldest",
         ),
-        ({"policy": None}, "policy must be lru, .* or have a rank method, not None"),
+        ({"policy": None}, "policy must be gdsf, .* or have a rank method, not None"),
         ({"capacity_bytes": "2G"}, "capacity_bytes must be a whole number, not '2G'"),
         ({"segment_tokens": 2.5}, "segment_tokens must be a whole number, not 2.5"),
         ({"ctx_checkpoints": True}, "ctx_checkpoints must be a whole number, not True"),
