@@ -18,7 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llamakeep
-from llamakeep.policy import Kept, Policy, get_policy, policy_names, rerank_seconds
+from llamakeep.policy import (
+    Hazard,
+    Kept,
+    Policy,
+    get_policy,
+    hazard,
+    policy_names,
+    rerank_seconds,
+)
 from llamakeep.policy.queue import EvictionQueue
 from llamakeep.runtime.base import Family
 from llamakeep.runtime.fake import FakeRuntime
@@ -593,6 +601,26 @@ def test_a_model_answers_the_same_under_every_policy(
         assert answer(llm, prompt, 4) == answer(plain, prompt, 4)
         keeper.check()
         assert keeper.stats()["used_bytes"] <= capacity[family]
+
+
+@pytest.mark.parametrize("family", ["attention", "swa", "hybrid", "recurrent"])
+def test_a_model_answers_the_same_while_what_was_learned_rules(
+    tiny_llama: Callable[..., Any], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes and what is refused is another matter than what is answered."""
+    monkeypatch.setattr(hazard, "_LEARN_AFTER", 4)
+    capacity = {"attention": 700_000, "swa": 700_000, "recurrent": 150_000, "hybrid": 400_000}
+    plain, llm = tiny_llama(family), tiny_llama(family)
+    keeper = llamakeep.attach(llm, capacity_bytes=capacity[family], policy="hazard:guard=0")
+    for seed in (2, 3, 4, 2, 5, 2, 6, 3, 2, 7):
+        prompt = tokens_of(150, 1) + tokens_of(150 + 31 * seed, seed)
+        plain.reset()
+        assert answer(llm, prompt, 4) == answer(plain, prompt, 4)
+        keeper.check()
+    tree = keeper._tree
+    assert isinstance(tree.policy, Hazard)
+    assert tree.policy.rules
+    assert tree.counters.evicted_segments + tree.counters.refused_segments
 
 
 # -- on disk ---------------------------------------------------------------------------------------
